@@ -21,7 +21,7 @@ STEPS = 200_000
 OURS = re.compile(
     r"(gemm|conv2d|depthwise|stem|attention|layernorm|layer_norm_grad|rms_norm|group_norm|reduce"
     r"|(concat_)?pointwise|foreach|pool|normalize|roll|squeeze_excite|token_linear|gather_rows"
-    r"|optimizer_step)_"
+    r"|row_moments|class_token|optimizer_step)_"
 )
 """Begins of symbols that are no kernel of MAX's own."""
 BYTES = "(uint8xint8|float8_e4m3fn)"
@@ -58,6 +58,10 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[rf"sparse_conv2d_{kernel}{epilogue}_(bfloat16|float16|float32)_\w+"]]
     elif op in ("conv2d", "linear", "matmul"):
         ways = [[_gemm(epilogue)]]
+    elif op == "linear_moments":
+        ways = [[_gemm("add_moments")]]
+    elif op == "normed_linear":
+        ways = [[_gemm(f"norm_{epilogue}")]]
     elif op == "quantized_conv2d":
         ways = [[_byte_gemm(epilogue)], [_byte_gemm(epilogue, kernel="turned")]]
     elif op == "quantized_linear":
@@ -78,7 +82,7 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
     elif op == "conv2d_chain":
         ways += [[_gemm("add_relu"), _gemm("relu")]]
     elif op == "layernorm_mlp":
-        ways += [[r"layernorm_(?!mlp)\w+", _gemm("gelu"), _gemm("add")]]
+        ways += [[_gemm("norm_gelu"), _gemm("add")]]
     elif op == "qkv_linear":
         ways = [[_gemm("none", "3x1")], [_gemm("none")] * 3]
     elif op in ("log_softmax", "layernorm_first"):
@@ -109,7 +113,7 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
     elif op == "concat":  # with an expression; without one it is no node that computes
         ways = [[r"concat_pointwise_\w+"]]
     elif op == "class_token":
-        ways = [[r"mogg_for_?each_\w+"]]
+        ways = [[r"class_token_\d+_\w+"]]
     return [[re.compile(symbol) for symbol in way] for way in ways]
 
 

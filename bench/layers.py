@@ -16,6 +16,7 @@ from max.dtype import DType
 from max.graph import DeviceRef, Graph, Module, TensorType
 
 from maxvision.graphs import passes
+from maxvision.graphs.constants import EVALUATE
 from maxvision.graphs.lower import backend, bind, emit
 from maxvision.graphs.parameters import Parameters
 from maxvision.graphs.program import Attribute, Node, Program, made
@@ -39,7 +40,9 @@ FILTERS = {
     "quantized_conv2d_chain": (1, 4),
     "quantized_conv2d_shortcut_chain": (1, 4, 6),
     "qkv_linear": (3, 5, 7),
-    "layernorm_mlp": (3, 5),
+    "linear_moments": (1,),
+    "normed_linear": (2,),
+    "layernorm_mlp": (2, 5),
     "squeeze_excite": (1, 3),
     "depthwise_qkv": (3, 5, 7),
     "stem_maxpool": (3,),
@@ -47,6 +50,8 @@ FILTERS = {
     "stem_conv2d": (3,),
 }
 """Which inputs of an op are filters or linear weights; the bias of each is the next one."""
+NORMED = ("normed_linear", "layernorm_mlp")
+"""Ops that read moments behind x, then weights that a norm is part of, their bias, their sums."""
 
 
 class Operand(NamedTuple):
@@ -148,6 +153,10 @@ class Layer:
                 found[i] = rng.standard_normal(shape, np.float32)
             else:
                 found[i] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
+        if self.op in NORMED:  # the sums of the numbers that are multiplied
+            whole = np.ones(found[2].shape[1], np.float32)
+            found[2] = EVALUATE["norm_filter"](found[2], whole, to=self.dtype)
+            found[4] = EVALUATE["filter_sums"](found[2])
         return found
 
     def flops(self, batch: int) -> float:
@@ -155,7 +164,7 @@ class Layer:
         y = [math.prod(sizes(each, batch)) for each in self.outputs]
         filters = self.filters()
         depths = [math.prod(shape[1:]) for shape in filters]
-        if self.kind in ("conv2d", "linear"):
+        if self.kind in ("conv2d", "linear", "linear_moments", "normed_linear"):
             return 2.0 * y[0] * depths[0]
         if self.kind == "conv2d_shortcut":
             return 2.0 * y[0] * sum(depths)
@@ -292,6 +301,8 @@ def _name(node: Node, before: list[str]) -> str:
         return common if common.rpartition(".")[2] == node.op else node.op
     if node.op.endswith("_chain"):  # of two blocks
         return " + ".join(layers)
+    if node.op == "normed_linear":  # the norm is part of others, too
+        return layers[-1]
     common = _common(layers)
     if common in layers or common.rpartition(".")[2] == node.op:
         return common

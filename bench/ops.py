@@ -36,7 +36,15 @@ from maxvision.bench.begin import begin
 from maxvision.bench.ceilings import Ceilings, ceilings
 from maxvision.bench.engines import TORCH, captured
 from maxvision.bench.launches import launches_of, short
-from maxvision.bench.layers import COPIES, Layer, distinct, layer_module, network_nodes, sizes
+from maxvision.bench.layers import (
+    COPIES,
+    NORMED,
+    Layer,
+    distinct,
+    layer_module,
+    network_nodes,
+    sizes,
+)
 from maxvision.bench.records import write
 from maxvision.bench.references import checkpoint, find_artifact, precision, reference_model
 from maxvision.bench.tf32 import RoundedProducts
@@ -52,7 +60,7 @@ from maxvision.bench.timing import (
 )
 from maxvision.bench.torchnet import FUNCTIONS
 from maxvision.graphs.elementwise import ELEMENTWISE, activation
-from maxvision.graphs.shapes import sides
+from maxvision.graphs.shapes import MOMENTS, sides
 from maxvision.runtime import cache
 from maxvision.runtime.devices import DTYPES, find_dtype
 from maxvision.runtime.preprocess import Preprocess
@@ -265,6 +273,8 @@ def _values(layer: Layer, batch: int, place: str, seed: int) -> Tensors:
         else:
             x = torch.randn(shape, generator=random, device=place, dtype=TORCH[each.dtype])
         found.append(x)
+    if layer.op in NORMED:
+        found[1] = _row_moments(layer, found, {}, True)
     return found
 
 
@@ -370,8 +380,29 @@ def _chain(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor,
     return h.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
 
 
+def _row_moments(_: Layer, x: Tensors, __: Weights, ___: bool) -> torch.Tensor:
+    groups = x[0].unflatten(-1, (-1, MOMENTS))
+    groups = groups if groups.dtype == torch.float64 else groups.float()
+    return torch.stack([groups.sum(-1), groups.square().sum(-1)], -1)
+
+
+def _linear_moments(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
+    y = F.linear(x[0], w[1], _bias(w, 2, whole))
+    if not whole:
+        return y
+    y = x[1] + y
+    return y, _row_moments(layer, [y], w, whole)
+
+
+def _normed_linear(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    """Norms x without a weight and a bias, which are part of those of the product."""
+    y = F.layer_norm(x[0], x[0].shape[-1:], eps=layer.setting("eps", 1e-5))
+    y = F.linear(y, w[2], _bias(w, 3, whole))
+    return _ended(layer, y, []) if whole else y
+
+
 def _mlp(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
-    h = F.linear(_layernorm(layer, x, w, whole), w[3], _bias(w, 4, whole))
+    h = _normed_linear(layer, x, w, whole)
     z = F.linear(F.gelu(h), w[5], _bias(w, 6, whole))
     return x[0] + z if whole else z
 
@@ -483,6 +514,9 @@ OPERATORS = {
     "linear": Operator("linear", _linear),
     "conv2d_shortcut": Operator("2 conv2d", _shortcut),
     "conv2d_chain": Operator("2 conv2d", _chain),
+    "row_moments": Operator("2 sum", _row_moments),
+    "linear_moments": Operator("linear", _linear_moments),
+    "normed_linear": Operator("layer_norm, linear", _normed_linear),
     "layernorm_mlp": Operator("layer_norm, 2 linear, gelu", _mlp),
     "squeeze_excite": Operator("mean, 2 linear, mul", _squeeze_excite),
     "qkv_linear": Operator("3 linear", _qkv_linear),

@@ -89,6 +89,35 @@ def scale_filter(filters: Array, scale: Array) -> Array:
     return scaled
 
 
+def norm_filter(filters: Array, weight: Array, *, to: str) -> Array:
+    """Multiplies linear weights [F, C] by a norm's weight [C], rounded to a dtype of 16 bits.
+
+    The rounded numbers are given, since ``filter_sums`` adds up what is multiplied.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = (filters.astype(np.float64) * weight).astype(np.float32)
+        if to == "float16":
+            return scaled.astype(np.float16).astype(np.float32)
+    bits = scaled.view(np.uint32)
+    halves = bits + (0x7FFF + ((bits >> 16) & 1))  # to nearest even
+    rounded: Array = (halves & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.where(np.isnan(scaled), scaled, rounded)
+
+
+def norm_shift(filters: Array, bias: Array, before: Array | None = None) -> Array:
+    """Computes what a norm's bias [C] becomes behind linear weights [F, C], plus their own bias."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        shift: Array = filters.astype(np.float64) @ bias.astype(np.float64)
+        return shift if before is None else shift + before
+
+
+def filter_sums(filters: Array) -> Array:
+    """Adds up the weights of each filter [F, C]."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums: Array = filters.sum(1, dtype=np.float64).astype(np.float32)
+    return sums
+
+
 LEVELS = {"int8": 127, FLOAT8: 448}
 """The largest number in 8 bits of a filter whose scale is its own; the least is its negative."""
 
@@ -173,6 +202,9 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     "batch_norm_scale": batch_norm_scale,
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
+    "norm_filter": norm_filter,
+    "norm_shift": norm_shift,
+    "filter_sums": filter_sums,
     "fake_quantize_filter": fake_quantize_filter,
     "bytes_mean": bytes_mean,
     "bytes_scale": lambda scale, *, step: (scale / np.float64(step)).astype(np.float32),
@@ -191,5 +223,5 @@ EVALUATE: dict[str, Callable[..., Array]] = {
     ),
 }
 """How ops are computed of weights."""
-ROUNDED = ("batch_norm_shift", "scale_filter")
+ROUNDED = ("batch_norm_shift", "scale_filter", "norm_shift")
 """What is rounded to the dtype of its value, once; the scale before it stays in float64."""

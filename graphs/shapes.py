@@ -354,6 +354,49 @@ def linear(
     return out
 
 
+MOMENTS = 32
+"""Columns of a row whose moments are together (ops/hopper/moments.mojo)."""
+
+
+def row_moments(x: Type) -> Type:
+    """Types the sums of each 32 columns of the rows of x[..., C], and of their squares."""
+    c = _known("row_moments", x.shape[-1], "C of x[..., C]")
+    if c % MOMENTS:
+        raise ArgumentError(f"row_moments: expects rows of a multiple of {MOMENTS} but has {c}")
+    return Type((*x.shape[:-1], c // MOMENTS, 2), "float32")
+
+
+def linear_moments(x: Type, weight: Type, bias: Type | None, residual: Type) -> tuple[Type, Type]:
+    """Types ``linear`` of x[..., C] + residual, and ``row_moments`` of that."""
+    out = linear(x, weight, bias, residual, epilogue="add")
+    return out, row_moments(out)
+
+
+def _moments(name: str, x: Type, moments: Type) -> None:
+    if moments != row_moments(x):
+        raise ArgumentError(
+            f"{name}: expects moments [..., C / {MOMENTS}, 2] of {_list(x)}"
+            f" but has {_list(moments)}"
+        )
+
+
+def normed_linear(
+    x: Type,
+    moments: Type,
+    weight: Type,
+    bias: Type | None,
+    sums: Type,
+    *,
+    epilogue: str = "none",
+    eps: float = 1e-5,
+) -> Type:
+    """Types act(linear(layer_norm(x))), from x[..., C] and the moments of its rows."""
+    out = linear(x, weight, bias, epilogue=epilogue)
+    _moments("normed_linear", x, moments)
+    _vectors("normed_linear", weight.shape[0], sums=sums)
+    return out
+
+
 def token_linear(
     x: Type,
     weight: Type,
@@ -876,27 +919,28 @@ def gather_rows(
 
 def layernorm_mlp(
     x: Type,
-    weight: Type,
-    bias: Type,
+    moments: Type,
     first: Type,
     first_bias: Type | None,
+    sums: Type,
     second: Type,
     second_bias: Type | None,
     *,
     eps: float = 1e-5,
 ) -> Type:
-    """Types x + linear(gelu(linear(layer_norm(x)))) of tokens x[N, T, C]."""
+    """Types x + linear(gelu(linear(layer_norm(x)))) of tokens x[N, T, C] and their moments."""
     name = "layernorm_mlp"
     if len(x.shape) != 3:
         raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has {_list(x)}")
     c = _known(name, x.shape[2], "C of x[N, T, C]")
-    _norm(name, c, weight, bias)
     k = first.shape[0]
     if first.shape != (k, c) or second.shape != (c, k):
         raise ArgumentError(
             f"{name}: expects weights [{c}, K] and [K, {c}]"
             f" but has {list(first.shape[::-1])} and {list(second.shape[::-1])}"
         )
+    _moments(name, x, moments)
+    _vectors(name, k, sums=sums)
     return x
 
 
@@ -1460,6 +1504,25 @@ def scale_filter(filter: Type, scale: Type) -> Type:
     return Type(filter.shape, wide(filter.dtype))
 
 
+def norm_filter(filter: Type, weight: Type, *, to: str) -> Type:
+    """Types linear weights [F, C] times a norm's weight [C], rounded ``to`` 16 bits."""
+    if to not in ("bfloat16", "float16"):
+        raise ArgumentError(f"norm_filter: rounds to bfloat16 or float16, not {to!r}")
+    _vectors("norm_filter", filter.shape[1], weight=weight)
+    return Type(filter.shape, "float32")
+
+
+def norm_shift(filter: Type, bias: Type, before: Type | None = None) -> Type:
+    """Types linear weights [F, C] times a norm's bias [C], and their own bias added: [F]."""
+    _vectors("norm_shift", filter.shape[1], bias=bias)
+    return Type(filter.shape[:1], "float32")
+
+
+def filter_sums(filter: Type) -> Type:
+    """Types the sums of linear weights [F, C] over C."""
+    return Type(filter.shape[:1], "float32")
+
+
 def fake_quantize_filter(filter: Type, scale: Type | None = None, *, to: str = "int8") -> Type:
     """Types a filter [F, ...] rounded to 8 bits, for each of F by a scale of [F].
 
@@ -1534,6 +1597,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm_scale": batch_norm_scale,
     "batch_norm_shift": batch_norm_shift,
     "scale_filter": scale_filter,
+    "norm_filter": norm_filter,
+    "norm_shift": norm_shift,
+    "filter_sums": filter_sums,
     "fake_quantize_filter": fake_quantize_filter,
     "bytes_mean": bytes_mean,
     "bytes_scale": bytes_scale,
@@ -1550,6 +1616,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "quantized_conv2d_shortcut_chain": quantized_conv2d_shortcut_chain,
     "quantized_linear": quantized_linear,
     "qkv_linear": qkv_linear,
+    "row_moments": row_moments,
+    "linear_moments": linear_moments,
+    "normed_linear": normed_linear,
     "token_linear": token_linear,
     "attention": attention,
     "attention_bias": attention_bias,

@@ -11,6 +11,8 @@
 With `scales`, each filter has a scale in the place of alpha, and the residual, and y, a scale and a
 zero of their own: so integers of 8 bits are multiplied, added and made (`Scales`, `Affine`). Where it
 `rounds` too, on a CPU, scale * acc + bias is rounded to uint8 before the residual is added.
+On Hopper x may be normalised by row (`normalizes`), by the moments that the epilogue of the product
+before has left (`measures`): see hopper/moments.mojo.
 
 `Output` has all of it for kernels that store from registers or from a CPU's memory: scale and bias
 of a channel, residual, activation, rounding, the store. Hopper's tiles leave through shared memory
@@ -68,16 +70,31 @@ struct Epilogue(TrivialRegisterPassable):
     """Whether each filter's sum, and the residual, have scales."""
     var rounds: Bool
     """Whether scale * acc + bias is rounded to uint8 before the residual is added."""
+    var normalizes: Bool
+    """Whether the product is one of the normalised rows of x."""
+    var measures: Bool
+    """Whether moments of the result's rows are stored, too."""
 
-    def __init__(out self, name: StaticString, *, scales: Bool = False, rounds: Bool = False):
+    def __init__(
+        out self,
+        name: StaticString,
+        *,
+        scales: Bool = False,
+        rounds: Bool = False,
+        normalizes: Bool = False,
+        measures: Bool = False,
+    ):
         """Looks an epilogue up.
 
         Args:
             name: As graphs/nodes.py passes it; see `known`.
             scales: Whether each filter's sum, and the residual, have scales.
             rounds: Whether what the residual is added to is rounded; it has scales then.
+            normalizes: Whether the product is one of the normalised rows of x.
+            measures: Whether moments of the result's rows are stored, too.
         """
         self.name, self.scales, self.rounds = name, scales, rounds
+        self.normalizes, self.measures = normalizes, measures
         self.multiplies = name.startswith("mul")
         self.joins = self.multiplies or name.startswith("add")
         self.relu = name == "relu" or name == "add_relu"
@@ -97,18 +114,28 @@ struct Epilogue(TrivialRegisterPassable):
                 found[1] = first^
         return found^
 
+    @always_inline
+    def normed(self) -> Bool:
+        """Tells whether moments of rows are read or written.
+
+        Returns:
+            Whether the epilogue normalises or measures.
+        """
+        return self.normalizes or self.measures
+
     def label(self) -> String:
         """Names the epilogue for a profiler, as a part of a kernel's symbol.
 
         Returns:
-            The name without settings: `add_clamp`, `scale_add_clamp`.
+            The name without settings: `add_clamp`, `scale_add_clamp`, `norm_gelu`, `add_moments`.
         """
         var words = self.words()
-        var scale = "scale_" if self.scales else ""
+        var before = "scale_" if self.scales else "norm_" if self.normalizes else ""
+        var behind = "_moments" if self.measures else ""
         if len(words) == 1:
-            return String(scale, self.name)
+            return String(before, self.name, behind)
         var joined = "mul_" if self.multiplies else "add_" if self.joins else ""
-        return String(scale, joined, words[len(words) - 1])
+        return String(before, joined, words[len(words) - 1], behind)
 
     @staticmethod
     def known[name: StaticString]() -> Bool:

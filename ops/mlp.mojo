@@ -3,8 +3,9 @@
     z[n, t, c] = x[n, t, c] + bias2[c] + sum_k h[n, t, k] w2[k, c]
     h[n, t, k] = gelu(bias1[k] + sum_c norm(x)[n, t, c] w1[c, k])
 
-Wu et al. 2021, section 3. Where ops/gemm/chain.mojo does not take it, it is three launches, whose
-results in between have room in two more outputs; what those hold is not to be read.
+Wu et al. 2021, section 3; on Hopper, in 16 bits. The norm has the moments of the tokens, and its weight and bias are part
+of w1 and bias1 (hopper/moments.mojo). Where ops/gemm/chain.mojo does not take it, it is two launches,
+and the hidden layer between them has room in another output, which is not to be read.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -14,7 +15,7 @@ from .epilogue import Epilogue
 from .gemm.chain import ChainTensors, ChainVectors, try_chain
 from .gemm.gpu import gemm
 from .geometry import Geometry
-from .layernorm import NormSizes, NormTensors, layernorm_gpu
+from .hopper.moments import Norm
 from .operands import F32, Batch, Operands, data
 from .target import IS_HOPPER
 
@@ -25,16 +26,15 @@ struct LayernormMlp:
 
     @staticmethod
     def execute[
-        target: StaticString, tf32: Bool, aligned: Bool, c: Int
+        target: StaticString, c: Int
     ](
         z: OutputTensor[rank=3, ...],
-        tokens: OutputTensor[dtype=z.dtype, rank=3, ...],
         h: OutputTensor[dtype=z.dtype, rank=3, ...],
         x: InputTensor[dtype=z.dtype, rank=3, ...],
-        weight: InputTensor[dtype=F32, rank=1, ...],
-        bias: InputTensor[dtype=F32, rank=1, ...],
+        moments: InputTensor[dtype=F32, rank=4, ...],
         w1: InputTensor[dtype=z.dtype, rank=1, ...],
         bias1: InputTensor[dtype=F32, rank=1, ...],
+        sums: InputTensor[dtype=F32, rank=1, ...],
         w2: InputTensor[dtype=z.dtype, rank=1, ...],
         bias2: InputTensor[dtype=F32, rank=1, ...],
         eps: InputTensor[dtype=F32, rank=1, ...],
@@ -44,19 +44,16 @@ struct LayernormMlp:
 
         Parameters:
             target: "gpu".
-            tf32: Whether it may round float32 to TF32 for the products.
-            aligned: As of bmm, for both products.
             c: C.
 
         Args:
             z: Result [N, T, C].
-            tokens: Room for the normalised tokens [N, T, C].
             h: Room for the hidden layer [N, T, K].
             x: Tokens [N, T, C].
-            weight: Of the layer norm [C].
-            bias: Of the layer norm [C].
+            moments: Of the tokens [N, T, C / 32, 2].
             w1: [K, C], flat, as graphs/arrange.py lays it out for a GPU; so is w2.
             bias1: [K].
+            sums: Of the weights of each number of the hidden layer [K].
             w2: [C, K].
             bias2: [C].
             eps: Added to the variance: one number in host memory.
@@ -65,36 +62,30 @@ struct LayernormMlp:
         Raises:
             If a launch fails.
         """
-        comptime assert target != "cpu", "layernorm_mlp: a CPU runs separate ops"
+        comptime assert target != "cpu" and IS_HOPPER, "layernorm_mlp: only Hopper has it as one op"
+        comptime assert z.dtype.is_half_float(), "layernorm_mlp: tokens are of 16 bits"
         if z.size() == 0:
             return
         var m = z.size() // c
         var k = h.shape()[2]
-        var epsilon = data(eps)[unsafe_offset=0]
-        comptime if IS_HOPPER and z.dtype.is_half_float():
-            if try_chain[z.dtype, "layernorm_mlp", c, c](
-                m,
-                k,
-                ChainTensors[z.dtype](
-                    data(x), data(w1), data(w2), data(z), data(x), data(x), data(w1)
-                ),
-                ChainVectors[](data(bias1), data(bias2), data(weight), data(bias)),
-                ctx,
-                epsilon,
-            ):
-                return
-        layernorm_gpu(
-            NormTensors[z.dtype](x=data(x), weight=data(weight), bias=data(bias), y=data(tokens)),
-            NormSizes(rows=m, columns=c, stride=c, eps=epsilon),
+        var norm = Norm(data(moments), c, data(sums), data(eps)[unsafe_offset=0])
+        if try_chain[z.dtype, "layernorm_mlp", c, c](
+            m,
+            k,
+            ChainTensors[z.dtype](data(x), data(w1), data(w2), data(z), data(x), data(x), data(w1)),
+            ChainVectors[](data(bias1), data(bias2), norm.moments),
             ctx,
-        )
-        gemm[z.dtype, Epilogue("gelu"), True, tf32, aligned](
+            norm.eps,
+        ):
+            return
+        gemm[z.dtype, Epilogue("gelu", normalizes=True), True, False, True](
             Geometry(rows=m, depth=c, columns=k),
-            Operands[z.dtype](data(tokens), data(w1), data(bias1), data(tokens), data(h)),
+            Operands[z.dtype](data(x), data(w1), data(bias1), data(x), data(h)),
             Batch(),
             ctx,
+            norm=norm,
         )
-        gemm[z.dtype, Epilogue("add"), True, tf32, aligned](
+        gemm[z.dtype, Epilogue("add"), True, False, True](
             Geometry(rows=m, depth=k, columns=c),
             Operands[z.dtype](data(h), data(w2), data(bias2), data(x), data(z)),
             Batch(),

@@ -22,7 +22,8 @@
 | chain            | a block's last 1 x 1 and the next one's first: one op                        |
 | qkv              | the linear layers of query, key and value: one op                            |
 | depthwise        | a norm and depthwise convolutions into query, key and value: one op          |
-| mlp              | a norm and an MLP: one op                                                    |
+| norms            | layer norms between linear layers, on Hopper: part of these                  |
+| mlp              | an MLP of normalised tokens: one op                                          |
 | rows             | rows put in another order, as of windows, their norms and sums: one op       |
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
 | casts            | casts, past moves, beside expressions, sums and layer norms: part of them    |
@@ -51,6 +52,7 @@ from maxvision.graphs.passes import (
     fuse,
     heads,
     layout,
+    norms,
     reductions,
     rows,
     written,
@@ -81,6 +83,7 @@ PASSES: dict[str, Pass] = {
     "chain": fuse.chain,
     "qkv": fuse.qkv,
     "depthwise": fuse.depthwise,
+    "norms": norms.norms,
     "mlp": fuse.mlp,
     "rows": rows.rows,
     "align": align.align,

@@ -23,7 +23,7 @@ FINITE = frozenset(
     " prelu neg abs erf sin cos floor add sub mul maximum minimum".split()
 )
 """Elementwise ops that give finite numbers for all finite ones, but for an overflow."""
-NORMS = ("layer_norm", "rms_norm", "layernorm_mlp")
+NORMS = ("layer_norm", "rms_norm")
 ROWS = (*NORMS, "softmax")
 """Ops that compute the rows of the last axis, each by itself."""
 

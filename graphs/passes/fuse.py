@@ -11,7 +11,6 @@ from max.dtype import DType
 
 from maxvision.graphs.arrange import (
     CHAINS,
-    MLPS,
     ROW,
     SHORTCUT_CHAINS,
     has_squeeze,
@@ -21,6 +20,7 @@ from maxvision.graphs.arrange import (
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import ELEMENTWISE, JOINS, expression, joining
 from maxvision.graphs.formats import BLOCK, packable
+from maxvision.graphs.passes.norms import EPS, is_mlp
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.quantize import STORED, Grid
 from maxvision.graphs.shapes import pair, sides
@@ -30,8 +30,6 @@ PRODUCTS = ("conv2d", "linear", "token_linear", "matmul")
 """The ops that have an epilogue; their residual is the fourth input."""
 ACTIVATED = (*PRODUCTS, "group_norm")
 """The ops whose epilogue may be an activation."""
-EPS = 1e-5
-"""What a layer norm that does not say otherwise adds to the variance."""
 
 
 def sparse(program: Program, on: Backend) -> Program:
@@ -704,29 +702,23 @@ def _is_depthwise(program: Program, node: Node, c: int, kernel: int) -> bool:
 
 
 def mlp(program: Program, on: Backend) -> Program:
-    """Norms tokens and sends them through an MLP in one op, which stores no hidden layer.
+    """Sends normalised tokens through an MLP in one op, which stores no hidden layer.
 
-    On a GPU, for the widths of ops/gemm/chain.mojo.
+    For the widths of ops/gemm/chain.mojo; ``norms`` has made the norm part of the first product.
     """
     rewrite = Rewrite(program)
-    for norm in program.nodes if on.is_gpu else ():
-        first = program.only_user(norm.output) if norm.op == "layer_norm" else None
-        second = first and program.only_user(first.output)
-        if (
-            _is_dense_linear(first, program, "gelu")
-            and _is_dense_linear(second, program, "add")
-            and second.inputs[3] == (x := norm.inputs[0])
-            and len(program.types[x].shape) == 3
-            and program.shape(x)[1] in MLPS
-        ):
+    for first in program.nodes:
+        if first.op == "normed_linear" and is_mlp(program, first, first.inputs[0], on):
+            second = program.only_user(first.output)
+            assert second is not None
             new = Node(
                 "layernorm_mlp",
-                (*norm.inputs, *(*first.inputs, "")[1:3], *second.inputs[1:3]),
+                (*first.inputs, *second.inputs[1:3]),
                 second.outputs,
-                {"eps": norm.attributes.get("eps", EPS)},
-                (*norm.layers, *first.layers, *second.layers),
+                {"eps": first.attributes["eps"]},
+                (*first.layers, *second.layers),
             )
-            rewrite.replace([norm, first, second], new)
+            rewrite.replace([first, second], new)
     return rewrite.done()
 
 

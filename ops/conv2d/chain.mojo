@@ -79,7 +79,7 @@ struct Conv2dChain:
                     data(h),
                     data(filter),
                 ),
-                ChainVectors[](data(bias), data(next_bias), data(bias), data(bias)),
+                ChainVectors[](data(bias), data(next_bias)),
                 ctx,
             ):
                 return

@@ -16,7 +16,8 @@ A block computes tiles of `64 * groups` rows, 64 by each consumer, a warpgroup. 
 through h in chunks of 128 bytes: the first product's sums pass the activation in the registers where
 they are, which are, rounded to 16 or 8 bits, the left side of the second product (as in
 FlashAttention-3, Shah et al. 2024, arXiv:2407.08608). Its sums stay in registers until the last
-chunk. Tokens are normalised in shared memory, where they lie.
+chunk. Tokens are normalised in shared memory, where they lie, by moments of their rows
+(hopper/moments.mojo); weight and bias of the norm are part of w1 and bias1.
 
 One thread, the producer, has the copy engine (TMA) fill three kinds of pipelines: one of weights,
 which all consumers of a block read, and for each consumer one of tiles of x and one of chunks of
@@ -33,7 +34,7 @@ from max.gpu.compute.mma import (
 )
 from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
-from std.math import ceildiv, rsqrt
+from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -42,6 +43,7 @@ from ..device import Device
 from ..epilogue import Channels, Epilogue, activate, apply
 from ..hopper.accumulator import Fragment, Sums, load_16x16, quad, store_16x16, sums_16x16
 from ..hopper.mma import ROWS, SUM, Matrix, mma, mma_registers
+from ..hopper.moments import Norm, RowMoments
 from ..hopper.pipeline import Pipeline, StoringStage
 from ..hopper.ptx import (
     fence_async,
@@ -63,7 +65,6 @@ from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data, Scales, narrowed, widened
-from ..rows import over_lanes
 from .hopper import dtypes
 
 comptime WIDTH = 64
@@ -360,11 +361,9 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         Self.config.groups * Self.config.h_stages * Pipeline.BARRIERS
     )
     """Where the bias of z lies."""
-    comptime NORM = Self.BIAS2 + Self.config.f * WIDTH * 4
-    """Where the layer norm's weight lies, and its bias behind it; or the scale of z."""
-    comptime BIAS1 = Self.NORM + (
-        Self.config.f if Self.config.bytes else 2 * Self.config.c
-    ) * WIDTH * 4
+    comptime SCALE2 = Self.BIAS2 + Self.config.f * WIDTH * 4
+    """Where the scale of z lies, in 8 bits."""
+    comptime BIAS1 = Self.SCALE2 + (Self.config.f if Self.config.bytes else 0) * WIDTH * 4
     """Where the bias of h lies: each two columns twice, as a thread's sums of two rows have it; or all
     biases, and all scales behind them."""
 
@@ -484,7 +483,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             var at = self.data + UInt32(i) * 4
             shared_store_float(at + UInt32(Self.BIAS2), vectors.bias2[unsafe_offset=Int(i)])
             var scale = vectors.scales[1].product[unsafe_offset=Int(i)]
-            shared_store_float(at + UInt32(Self.NORM), scale)
+            shared_store_float(at + UInt32(Self.SCALE2), scale)
 
     @always_inline
     def channels1(self, column: Int32, problem: ChainProblem) -> Channels[4]:
@@ -527,15 +526,12 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         """
         var at = self.data + UInt32(column) * 4
         return Channels[4](
-            shared_load4(at + UInt32(Self.NORM)), shared_load4(at + UInt32(Self.BIAS2))
+            shared_load4(at + UInt32(Self.SCALE2)), shared_load4(at + UInt32(Self.BIAS2))
         )
 
     @always_inline
-    def load_vectors[norm: Bool](self, vectors: ChainVectors[_], problem: ChainProblem, t: Int32):
-        """Copies the vectors, by all threads of the block.
-
-        Parameters:
-            norm: Whether there is a layer norm.
+    def load_vectors(self, vectors: ChainVectors[_], problem: ChainProblem, t: Int32):
+        """Copies the biases, by all threads of the block.
 
         Args:
             vectors: In global memory.
@@ -543,7 +539,6 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             t: The thread.
         """
         comptime THREADS = Int32(Self.config.threads())
-        comptime C = Self.config.c * WIDTH
         for i in range(t, problem.chunks * Int32(WIDTH), THREADS):
             var value = Float32(0)
             if i < problem.hidden:
@@ -554,11 +549,6 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
             var at = self.data + UInt32(Self.BIAS2) + UInt32(i) * 4
             shared_store_float(at, vectors.bias2[unsafe_offset=Int(i)])
-        comptime if norm:
-            for i in range(t, Int32(C), THREADS):
-                var at = self.data + UInt32(Self.NORM) + UInt32(i) * 4
-                shared_store_float(at, vectors.weight[unsafe_offset=Int(i)])
-                shared_store_float(at + UInt32(C * 4), vectors.bias[unsafe_offset=Int(i)])
 
     @always_inline
     def bias1(self, chunk: Int32, at: Fragment) -> Sums[WIDTH]:
@@ -602,7 +592,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
 
 
 struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassable):
-    """Biases, norm and scales of a chain: pointers, so that LLVM knows their memory is global.
+    """Biases, moments and scales of a chain: pointers, so that LLVM knows their memory is global.
 
     Parameters:
         scaled: Whether there are scales, and no norm.
@@ -617,23 +607,23 @@ struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassabl
     """Of h."""
     var bias2: Data[F32]
     """Of z[F]."""
-    var weight: Data[F32]
-    """Of the layer norm [C]; any pointer if there is none."""
+    var moments: Data[F32]
+    """Of the rows of x [M, C / 32, 2]; any pointer if there is no norm."""
     var bias: Data[F32]
-    """Of the layer norm [C], or a second source's of h; any pointer if there is neither."""
+    """A second source's, of h; any pointer if there is none."""
     var scales: StaticTuple[Scales, Self.SCALES]
     """Of h and its residual, and of z."""
 
-    def __init__(out self, bias1: Data[F32], bias2: Data[F32], weight: Data[F32], bias: Data[F32]):
+    def __init__(out self, bias1: Data[F32], bias2: Data[F32], moments: Optional[Data[F32]] = None):
         """Names the vectors of a chain without scales.
 
         Args:
             bias1: Of h.
             bias2: Of z[F].
-            weight: Of the layer norm; any pointer if there is none.
-            bias: Likewise.
+            moments: Of the rows of x, if there is a norm.
         """
-        self.bias1, self.bias2, self.weight, self.bias = bias1, bias2, weight, bias
+        self.bias1, self.bias2, self.bias = bias1, bias2, bias1
+        self.moments = moments.or_else(bias1)
         self.scales = StaticTuple[Scales, Self.SCALES](fill=Scales(bias1))
 
     def __init__(
@@ -654,7 +644,8 @@ struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassabl
             second: Of z.
             source: The bias of a second source, of h.
         """
-        self = Self(bias1, bias2, bias1, source.or_else(bias1))
+        self = Self(bias1, bias2)
+        self.bias = source.or_else(bias1)
         comptime if Self.scaled:
             self.scales[0], self.scales[1] = first, second
 
@@ -671,13 +662,16 @@ struct ChainProblem(KernelArgument, TrivialRegisterPassable):
     """Chunks of h."""
     var hidden: Int32
     """Columns of h."""
+    var rows: Int32
+    """M."""
     var eps: Float32
     """Added to the variance of the layer norm."""
 
-    def __init__(out self, *, tiles: Int, hidden: Int, chunk: Int, eps: Float32):
+    def __init__(out self, *, rows: Int, tiles: Int, hidden: Int, chunk: Int, eps: Float32):
         """Takes the sizes.
 
         Args:
+            rows: M.
             tiles: Tiles of rows.
             hidden: Columns of h.
             chunk: Those of a chunk.
@@ -685,7 +679,7 @@ struct ChainProblem(KernelArgument, TrivialRegisterPassable):
         """
         self.schedule = TileScheduler[]([tiles], columns=1)
         self.chunks = Int32(ceildiv(hidden, chunk))
-        self.hidden, self.eps = Int32(hidden), eps
+        self.hidden, self.rows, self.eps = Int32(hidden), Int32(rows), eps
 
 
 @__name(t"{op}_hopper_{config.label()}_{dtypes[dtype, dtype, right]()}")
@@ -707,7 +701,7 @@ def chain_kernel[
 
     Args:
         maps: Tensor maps of x, w1[K, C], w2[F, K], z, the residual or second source, h, and of v[K, S].
-        vectors: Biases, and norm or scales.
+        vectors: Biases, and moments or scales.
         problem: Sizes.
     """
     comptime MLP = op == "layernorm_mlp"
@@ -718,7 +712,7 @@ def chain_kernel[
     comptime if config.bytes:
         storage.load_scales(rebind[ChainVectors[True]](vectors), problem, t)
     else:
-        storage.load_vectors[MLP](vectors, problem, t)
+        storage.load_vectors(vectors, problem, t)
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
@@ -735,7 +729,9 @@ def chain_kernel[
                 maps.address(), problem, storage, Fragment(t), residual.scale
             )
         else:
-            _consume[dtype, MLP](maps.address(), problem, storage, Fragment(t))
+            comptime C = config.c * WIDTH
+            var norm = Norm(vectors.moments, C, eps=problem.eps)
+            _consume[dtype, MLP](maps.address(), problem, storage, norm, Fragment(t))
 
 
 @always_inline
@@ -816,7 +812,7 @@ def _load_weights[
 @always_inline
 def _consume[
     config: ChainConfig, //, dtype: DType, mlp: Bool
-](maps: UInt64, problem: ChainProblem, storage: ChainStorage[config], at: Fragment):
+](maps: UInt64, problem: ChainProblem, storage: ChainStorage[config], norm: Norm, at: Fragment):
     """Multiplies tile after tile, 64 rows of each."""
     comptime C = config.c
     comptime F = config.f
@@ -831,19 +827,27 @@ def _consume[
     var tiles = storage.x(group)
     var chunks = storage.h(group)
     var storing = StoringStage()
+    comptime if mlp:
+        wait_on_dependent_grids()  # for the moments, which no copy brings
     for tile in problem.schedule.turns():
         var m0 = tile * Int32(config.rows()) + Int32(group) * Int32(ROWS)
+        var moments = RowMoments()
+        comptime if mlp:
+            var low = min(m0 + at.row(), problem.rows - 1)
+            moments = RowMoments(norm, at, low, min(low + 8, problem.rows - 1))
         tiles.wait()
         var x = tiles.stage()
         var z = Array[Sums[WIDTH], F](fill=Sums[WIDTH](fill=0))
         comptime for f in range(F):
             z[f] = storage.bias2[f](at)
         comptime if mlp:
+            var of = moments.norm(norm, at)
             comptime for k in range(4 * C):
                 var v = widened(load_16x16[dtype, k](x, at))
                 comptime for i in range(8):
                     z[k // 4][k % 4 * 8 + i] += v[i]
-            _normalise[dtype](x, storage, at, problem.eps)
+                    v[i] = v[i].fma(of.scale[i // 2 % 2], of.shift[i // 2 % 2])
+                store_16x16[k](x, at, v.cast[dtype]())
             fence_async()
             sync_threads(group + 1, UInt32(WARPGROUP))
 
@@ -1030,40 +1034,6 @@ def _advance[resident: Bool](mut weights: Pipeline):
         weights.advance()
 
 
-@always_inline
-def _normalise[
-    config: ChainConfig, //, dtype: DType
-](x: UInt32, storage: ChainStorage[config], at: Fragment, eps: Float32):
-    """Normalises 64 rows in shared memory, 16 a warp; a thread has a quarter of two of them."""
-    comptime C = Float32(config.c * WIDTH)
-    var mean = SIMD[F32, 2](0)
-    comptime for k in range(4 * config.c):
-        var v = widened(load_16x16[dtype, k](x, at))
-        mean[0] += v[0] + v[1] + v[4] + v[5]
-        mean[1] += v[2] + v[3] + v[6] + v[7]
-    comptime for half in range(2):
-        mean[half] = over_lanes[4](mean[half]) / C
-    var scale = SIMD[F32, 2](0)
-    comptime for k in range(4 * config.c):
-        var v = widened(load_16x16[dtype, k](x, at))
-        comptime for i in range(8):
-            var d = v[i] - mean[i // 2 % 2]
-            scale[i // 2 % 2] = d.fma(d, scale[i // 2 % 2])
-    comptime for half in range(2):
-        scale[half] = rsqrt(over_lanes[4](scale[half]) / C + eps)
-    var mine = storage.data + UInt32(storage.NORM) + UInt32(at.column()) * 4
-    comptime for k in range(4 * config.c):
-        var v = widened(load_16x16[dtype, k](x, at))
-        comptime for j in range(2):
-            var weight = mine + UInt32((16 * k + 8 * j) * 4)
-            var w = shared_load2(weight)
-            var b = shared_load2(weight + UInt32(config.c * WIDTH * 4))
-            comptime for i in range(4):
-                comptime n = 4 * j + i
-                v[n] = ((v[n] - mean[i // 2]) * scale[i // 2]).fma(w[i % 2], b[i % 2])
-        store_16x16[k](x, at, v.cast[dtype]())
-
-
 # The host's side
 
 
@@ -1116,7 +1086,7 @@ def try_chain[
         m: Rows.
         hidden: Columns of h.
         o: The tensors.
-        vectors: Biases, and norm or scales.
+        vectors: Biases, and moments or scales.
         ctx: The GPU.
         eps: Added to the variance of the layer norm.
 
@@ -1152,7 +1122,7 @@ def _try_tile[
         comptime most = PER_TILE if config.resident else PER_TILE_STREAMED
         var device = Device(ctx)
         var problem = ChainProblem(
-            tiles=ceildiv(m, config.rows()), hidden=hidden, chunk=config.chunk(), eps=eps
+            rows=m, tiles=ceildiv(m, config.rows()), hidden=hidden, chunk=config.chunk(), eps=eps
         )
         var chunks = Int(problem.chunks)
         var fits = ChainStorage[config].bytes(chunks) <= device.shared

@@ -28,12 +28,13 @@ from ..device import Device
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..hopper.conv import takes
+from ..hopper.moments import Norm
 from ..hopper.shared import ROW
 from ..operands import F32, Batch, Data, Operands, Scales
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
-from .pingpong import pingpong_gemm
+from .pingpong import pingpong_gemm, pingpong_gemms
 from .resident import resident_gemm, resident_gemms
 from .tuning import (
     CONFIGS,
@@ -44,6 +45,7 @@ from .tuning import (
     RESIDENT,
     TILES,
     TURNED,
+    WIDE,
     alike,
     choose,
     choose_bytes,
@@ -64,8 +66,6 @@ comptime STAGE = DEPTH * PITCH
 """Floats of a stage of x, or of w."""
 comptime WIDEST = 128
 """Filters of a tile at most where sums are rescaled: more of them leave the registers."""
-comptime WIDE = 1
-"""The tile of CONFIGS of so many filters, and the most pixels."""
 comptime NOT_ALIGNED = "gemm: the copy engine does not take these sizes, though aligned says so"
 """What a product is refused with that graphs/arrange.py should not have called aligned."""
 
@@ -229,6 +229,7 @@ def gemm[
     ctx: DeviceContext,
     *,
     constant: Bool = True,
+    norm: Optional[Norm] = None,
 ) raises:
     """Enqueues the products of a batch, or the groups of a convolution, in one launch.
 
@@ -249,6 +250,8 @@ def gemm[
         batch: How many there are, and where.
         ctx: The GPU.
         constant: Whether w is a weight: a kernel may then load it while the one that writes x runs.
+        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures: in 16 bits on
+            Hopper, of sizes that are aligned.
 
     Raises:
         If the launch fails, or the product is not aligned though it should be.
@@ -266,8 +269,13 @@ def gemm[
             comptime for i in range(TILES):
                 comptime if chosen(i, epilogue, turns, few):
                     if row.config == i:
-                        gemm_tile[dtype, epilogue, i](g, o, row.splits, ctx, constant=constant)
+                        gemm_tile[dtype, epilogue, i](
+                            g, o, row.splits, ctx, constant=constant, norm=norm
+                        )
             return
+    comptime assert (
+        hopper and aligned
+    ) or not epilogue.normed(), "gemm: rows are normalised on Hopper, of aligned sizes"
     comptime if hopper and aligned:
         raise Error(NOT_ALIGNED)
     else:
@@ -281,7 +289,13 @@ def gemm[
 def gemm_tile[
     dtype: DType, epilogue: Epilogue, index: Int
 ](
-    g: Geometry, o: Operands[dtype], splits: Int, ctx: DeviceContext, *, constant: Bool = True
+    g: Geometry,
+    o: Operands[dtype],
+    splits: Int,
+    ctx: DeviceContext,
+    *,
+    constant: Bool = True,
+    norm: Optional[Norm] = None,
 ) raises:
     """Enqueues a product on Hopper, in one of the tiles that tuning.mojo lists.
 
@@ -296,18 +310,21 @@ def gemm_tile[
         splits: Blocks that share a tile.
         ctx: The GPU.
         constant: Whether w is a weight, which no kernel writes.
+        norm: As `gemm` has it.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
     comptime if index < FIRST_RESIDENT:
-        hopper_gemm[dtype, epilogue, CONFIGS[index]](g, o, splits, ctx, constant=constant)
+        hopper_gemm[dtype, epilogue, CONFIGS[index]](
+            g, o, splits, ctx, constant=constant, norm=norm
+        )
     elif index < FIRST_PINGPONG:
         comptime config = RESIDENT[index - FIRST_RESIDENT]
-        resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant)
+        resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant, norm=norm)
     elif index < FIRST_TURNED:
         comptime config = PINGPONG[index - FIRST_PINGPONG]
-        pingpong_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
+        pingpong_gemm[dtype, epilogue, config](g, o, ctx, constant=constant, norm=norm)
     else:
         comptime config = TURNED[index - FIRST_TURNED]
         turned_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
@@ -422,17 +439,19 @@ def gemm_group[
             comptime WIDTH = ROW // size_of[dtype]()
             comptime none = Epilogue("none")
             var row = choose(all, WIDTH, none, Device(ctx))
-            if row.config >= FIRST_PINGPONG:
-                row = alike(row)
-            comptime for i in range(FIRST_PINGPONG):
+            comptime for i in range(FIRST_TURNED):
                 if row.config == i:
                     comptime if i < FIRST_RESIDENT:
                         hopper_gemms[dtype, none, CONFIGS[i], products](
                             sizes, operands, row.splits, ctx
                         )
-                    else:
+                    elif i < FIRST_PINGPONG:
                         resident_gemms[dtype, none, RESIDENT[i - FIRST_RESIDENT], products](
                             sizes, operands, row.splits, ctx
+                        )
+                    else:
+                        pingpong_gemms[dtype, none, PINGPONG[i - FIRST_PINGPONG], products](
+                            sizes, operands, ctx
                         )
             return
     comptime if hopper and aligned:

@@ -60,6 +60,7 @@ from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS, SUM
+from ..hopper.moments import GROUP, Norm, RowMoments, RowNorm, RowSums
 from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
     cluster_arrive,
@@ -267,6 +268,18 @@ def dtypes[dtype: DType, out: DType, right: DType]() -> String:
     return factors if out == dtype else factors + "_to_" + String(out)
 
 
+def several(products: Int) -> String:
+    """Names the products of a launch for a profiler, if there are several.
+
+    Args:
+        products: How many.
+
+    Returns:
+        `_3x1` of three.
+    """
+    return String("_", products, "x1") if products > 1 else String()
+
+
 @__name(
     t"gemm_hopper_{config.label()}_{epilogue.label()}_{products}x{sources}_{dtypes[dtype, out, right]()}"
 )
@@ -285,7 +298,7 @@ def hopper_kernel[
     right: DType = dtype,
 ](
     maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[out, products, epilogue.scales],
+    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
     problem: Problem[products],
 ):
     """Computes tiles, or a cluster's share of one.
@@ -306,6 +319,9 @@ def hopper_kernel[
         problem: Sizes.
     """
     comptime assert config.part[out]() > 0, "hopper_gemm: columns are 32, or a multiple of 64"
+    comptime assert not (
+        config.split and epilogue.normed()
+    ), "hopper_gemm: reduce_cluster has no whole rows"
     var data = shared_memory["hopper_gemm"]()
     var pipeline = Pipeline(
         data,
@@ -486,7 +502,7 @@ def _consume[
     dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: Config, sources: Int
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[out, _, _],
+    tensors: EpilogueTensors[out, _, _, _],
     problem: Problem[_],
     start: Start,
     exchange: Exchange[config.columns, config.groups, config.peers],
@@ -504,6 +520,8 @@ def _consume[
     var leads = at.leads()
     var work = Work[config.split, config.peers](problem.schedule, start, problem.steps())
 
+    comptime if epilogue.normalizes:
+        wait_on_dependent_grids()  # for the moments, which no copy brings
     var pipeline = at_start
     var storing = Storing[PARTS]()
     for number in work.turns():
@@ -524,7 +542,16 @@ def _consume[
             sums = multiply(pipeline, storing, own, a=a, b=B, leads=leads)
             sums = rescaled(sums, at, tensors.scales[0].first, f0, problem.filters)
             steps -= own
+        var row0 = m0 + Int32(group) * Int32(ROWS)
+        var m = problem.rows_of(tile.product)
+        var moments = RowMoments()
+        comptime if epilogue.normalizes:
+            var low = min(row0 + at.row(), m - 1)
+            moments = RowMoments(tensors.norm[0], at, low, min(low + 8, m - 1))
         sums = multiply(pipeline, storing, steps, a=a, b=B, leads=leads, start=sums)
+        var norm = RowNorm(0, 0)
+        comptime if epilogue.normalizes:
+            norm = moments.norm(tensors.norm[0], at)
         comptime if config.split:
             leave_rows[COLUMNS, quads=size_of[out]() == 1](at_start.data, at, sums)
             return
@@ -536,6 +563,7 @@ def _consume[
         var end = tensors.of(tile.product)
         var y = TileStore(maps, 4 * tile.product + 2)
         storing.begin(pipeline)
+        var row_sums = RowSums()
         comptime for part in range(PARTS):
             comptime if part >= OWN:
                 if unit.shared:
@@ -550,7 +578,25 @@ def _consume[
                 pitch=ROWS * BOX,
                 sources=sources,
                 bytes=BOX,
-            ](to, at, sums, problem.alpha, end, f0 + Int32(part * PART), problem.filters)
+            ](
+                to,
+                at,
+                sums,
+                problem.alpha,
+                end,
+                f0 + Int32(part * PART),
+                problem.filters,
+                norm=norm,
+            )
+            comptime if epilogue.measures:
+                comptime last = (part + 1) * PART // GROUP - 1
+                row_sums.take[out, PART // GROUP, last=last](to, at)
+                if last % 4 == 3 or part == PARTS - 1 or (unit.shared and part == OWN - 1):
+                    var low = row0 + at.row()
+                    var high = low + 8 if low + 8 < m else -1
+                    row_sums.store[last](
+                        end.norm[0], at, low=low if low < m else -1, high=high, f0=f0
+                    )
             fence_async()
             sync_threads(group + 1, UInt32(WARPGROUP))
             if leads:
@@ -578,6 +624,7 @@ def hopper_gemm[
     *,
     constant: Bool = True,
     scales: Optional[Scales] = None,
+    norm: Optional[Norm] = None,
 ) raises:
     """Enqueues a convolution, or a matrix product.
 
@@ -595,6 +642,7 @@ def hopper_gemm[
         ctx: The GPU.
         constant: Whether w is a weight, which no kernel writes.
         scales: Of the sums and the residual, if the epilogue scales.
+        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
@@ -603,7 +651,7 @@ def hopper_gemm[
     comptime if epilogue.scales:
         of_one = Array[Scales, 1](fill=scales.value())
     hopper_gemms[dtype, epilogue, config, 1, out, right](
-        [g], [o], splits, ctx, constant=constant, scales=of_one
+        [g], [o], splits, ctx, constant=constant, scales=of_one, norm=norm
     )
 
 
@@ -622,6 +670,7 @@ def hopper_gemms[
     *,
     constant: Bool = True,
     scales: Optional[Array[Scales, products]] = None,
+    norm: Optional[Norm] = None,
 ) raises:
     """Enqueues matrix products of the same K and F in one launch.
 
@@ -640,12 +689,15 @@ def hopper_gemms[
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
         scales: Of the sums and the residual of each, if the epilogue scales.
+        norm: As in `hopper_gemm`; of one product.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
     var maps = TensorMaps[4 * products]()
-    var tensors = EpilogueTensors[out, products, epilogue.scales](operands)
+    var tensors = EpilogueTensors[out, products, epilogue.scales, epilogue.normed()](operands)
+    comptime if epilogue.normed():
+        tensors.norm[0] = norm.value()
     comptime for i in range(products):
         _add_maps[dtype, epilogue, config, 4 * i](ctx, maps, sizes[i], operands[i])
         comptime if epilogue.scales:
@@ -702,7 +754,9 @@ def hopper_shortcut[
     var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
     problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
     problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
-    var tensors = EpilogueTensors[out, 1, epilogue.scales](o.bias, more.bias, o.residual, o.y)
+    var tensors = EpilogueTensors[out, 1, epilogue.scales, epilogue.normed()](
+        o.bias, more.bias, o.residual, o.y
+    )
     comptime if epilogue.scales:
         tensors.scales[0] = scales.value()
     _enqueue[dtype, epilogue, config, 1, 2, out, right](maps, tensors, problem, ctx)
@@ -781,7 +835,7 @@ def _enqueue[
     right: DType = dtype,
 ](
     maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[out, products, epilogue.scales],
+    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
     problem: Problem[products],
     ctx: DeviceContext,
 ) raises:

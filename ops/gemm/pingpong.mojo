@@ -5,24 +5,23 @@
 The product is that of hopper.mojo, for short K and many pixels, where the epilogue and the stores take
 about as long as the products: x and w are the same tensors, and the parts are the same.
 
-A block keeps to one tile of filters: all of their K lies in shared memory for the whole launch, and
+A block keeps to one tile of filters, of one product if there are several: all of their K lies in shared memory for the whole launch, and
 the ring holds pixels alone, 64 x 128 bytes a stage. Its consumers, of a warpgroup each, take tiles of
 64 pixels in turns (CUTLASS calls this a ping-pong kernel): `OrderedSequence` passes the tensor cores
 on as soon as a tile's products are issued, and its epilogue runs under those of the next tiles. The
-result overwrites the tile's last stages, which only its consumer reads, and leaves through the copy
-engine box by box.
+result leaves through the copy engine box by box, from boxes of each consumer's own: stages of the ring
+that wait for an epilogue would be missing for the pixels of the next tiles.
 
 Stages come from the ring in the order of tiles. A consumer that waits for a stage knows that the
-stage's last contents had come: its predecessor has waited for them before it passed the turn. A
-residual would break this, as nobody waits for another consumer's.
+stage's last contents had come: its predecessor has waited for them before it passed the turn.
 
 Takes as many steps of K as leave room for `FEWEST` stages: 6 of 192 filters, 10 of 128. Bound by
-device memory where K is short. With 384 channels a tile's products take 2,750 cycles beside other
-tiles' ReLU, 3,800 beside their GELU (H100; at best 2,304): why is not known. H200, 2026-11-25: 192 ->
-192 of 50,176 pixels 9.94 us (11.91 by hopper.mojo), 192 -> 768 with GELU 43.5 us (46.6).
+device memory where K is short. With 384 channels the products of 128 filters take 1,900 cycles, as
+shared memory is busy, and 2,450 beside other tiles' GELU (H100, clocks read in the kernel; at best
+1,536). The tensor cores are never idle then: both seem to wait for the same registers.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, grid_dim, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from max.gpu.compute.mma import (
     wgmma_commit_group_sync,
     wgmma_fence_aligned,
@@ -41,20 +40,22 @@ from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import EpilogueTensors, finish_rows
 from ..hopper.mma import ROWS, Matrix, mma
-from ..hopper.pipeline import OrderedSequence, Pipeline, StoringStage
+from ..hopper.moments import Norm, RowMoments, RowNorm
+from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
     fence_async,
     fence_barrier_init,
     registers_give,
     registers_take,
     stores_commit,
+    stores_read,
     sync_threads,
 )
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
 from ..operands import Operands
-from .hopper import filter_map
+from .hopper import filter_map, several
 
 comptime SHARED = 227 * 1024
 """Bytes of shared memory of a block, its alignment among them."""
@@ -64,7 +65,7 @@ comptime ROOM = SHARED - SWIZZLED - BARRIERS
 """Bytes for the filters and the ring."""
 comptime BOX = ROWS * ROW
 """Bytes of a stage: of 64 pixels, or of 64 rows of 128 bytes of the result."""
-comptime FEWEST = 8
+comptime FEWEST = 5
 """Stages of the ring at least."""
 comptime MOST = 24
 """Stages of the ring at most."""
@@ -118,7 +119,7 @@ struct PingPong(TrivialRegisterPassable):
 
     @always_inline
     def results[dtype: DType](self) -> Int:
-        """Counts the stages that a tile's result takes.
+        """Counts the boxes that a tile's result takes.
 
         Parameters:
             dtype: Of the result.
@@ -128,16 +129,45 @@ struct PingPong(TrivialRegisterPassable):
         """
         return self.columns * size_of[dtype]() // ROW
 
-    def stages(self, steps: Int) -> Int:
-        """Counts the stages of the ring.
+    def room(self, steps: Int) -> Int:
+        """Counts the boxes that the filters leave room for.
 
         Args:
             steps: Of K.
 
         Returns:
-            As many as the filters leave room for.
+            Stages of the ring, and boxes of results.
         """
-        return min(MOST, (ROOM - steps * self.columns * ROW) // BOX)
+        return (ROOM - steps * self.columns * ROW) // BOX
+
+    def boxes[dtype: DType](self, steps: Int) -> Int:
+        """Counts the boxes that a consumer has for its results.
+
+        Parameters:
+            dtype: Of the result.
+
+        Args:
+            steps: Of K.
+
+        Returns:
+            One for each 128 bytes of a row if the ring keeps `FEWEST` stages, else fewer.
+        """
+        var most = (self.room(steps) - FEWEST) // self.groups
+        return min(self.results[dtype](), max(1, most))
+
+    def stages[dtype: DType](self, steps: Int) -> Int:
+        """Counts the stages of the ring.
+
+        Parameters:
+            dtype: Of the result.
+
+        Args:
+            steps: Of K.
+
+        Returns:
+            As many as filters and results leave room for.
+        """
+        return min(MOST, self.room(steps) - self.groups * self.boxes[dtype](steps))
 
     def takes(self, steps: Int, epilogue: Epilogue) -> Bool:
         """Tells whether the kernel takes a product.
@@ -149,37 +179,46 @@ struct PingPong(TrivialRegisterPassable):
         Returns:
             True if there is no residual, and room for the filters and `FEWEST` stages.
         """
-        return not epilogue.joins and self.stages(steps) >= FEWEST
+        return not epilogue.joins and self.room(steps) >= FEWEST + self.groups
 
 
-@__name(t"gemm_pingpong_{config.label()}_{epilogue.label()}_{dtype}")
+@__name(t"gemm_pingpong_{config.label()}_{epilogue.label()}{several(products)}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def pingpong_kernel[
-    dtype: DType, epilogue: Epilogue, config: PingPong
-](maps: TensorMaps[3], tensors: EpilogueTensors[dtype], problem: Problem[1], stages: Int32):
+    dtype: DType, epilogue: Epilogue, config: PingPong, products: Int = 1
+](
+    maps: TensorMaps[3 * products],
+    tensors: EpilogueTensors[dtype, products, False, epilogue.normed()],
+    problem: Problem[products],
+    stages: Int32,
+    boxes: Int32,
+):
     """Computes tiles of the same filters.
 
     Parameters:
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through; it does not add.
         config: Consumers and filters.
+        products: Products of the launch.
 
     Args:
-        maps: Tensor maps of x (im2col, or a matrix), w[F, R * S, C] and y[M, F].
+        maps: Tensor maps of x (im2col, or a matrix), w[F, R * S, C] and y[M, F] of each product.
         tensors: Bias and y.
         problem: Sizes.
         stages: Of the ring.
+        boxes: Of results of each consumer.
     """
-    comptime assert not epilogue.joins, "pingpong_gemm: a residual has no stage"
+    comptime assert not epilogue.joins, "pingpong_gemm: a residual has no box"
     comptime W_BYTES = config.columns * ROW
     var data = shared_memory["gemm_pingpong"]()
     var steps = problem.steps()
     var ring = data + UInt32(steps * Int32(W_BYTES))
-    var barriers = ring + UInt32(stages * Int32(BOX))
+    var results = ring + UInt32(stages * Int32(BOX))
+    var barriers = results + UInt32(boxes * Int32(config.groups * BOX))
     var filters = Pipeline(data, barriers, stages=steps, bytes=UInt32(W_BYTES))
     barriers += UInt32(steps * Int32(Pipeline.BARRIERS))
     var pipeline = Pipeline(ring, barriers, stages=stages, bytes=UInt32(BOX))
@@ -198,32 +237,28 @@ def pingpong_kernel[
     else:
         registers_take[config.registers()]()
         _consume[dtype, epilogue, config](
-            maps.address(), tensors, problem, filters, pipeline, Fragment(t)
+            maps.address(), tensors, problem, filters, pipeline, results, boxes, Fragment(t)
         )
-
-
-@always_inline
-def _stages[dtype: DType, config: PingPong](steps: Int32) -> Int32:
-    """Counts the stages of a tile: those of K, and more if its result takes more."""
-    return max(steps, Int32(config.results[dtype]()))
 
 
 @always_inline
 def _produce[
     dtype: DType, config: PingPong
-](maps: UInt64, problem: Problem[1], filters: Pipeline, at_start: Pipeline):
+](maps: UInt64, problem: Problem[_], filters: Pipeline, at_start: Pipeline):
     """Loads the filters, then fills the ring, tile after tile, as stages become free."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
     var conv = problem.conv
     var schedule = problem.schedule
     var steps = problem.steps()
-    var x = TileLoader(maps)
-    var w = TileLoader(maps, 1)
+    var tiles = schedule.stationary()
+    var tile = schedule.tile(tiles.first)
+    var x = TileLoader(maps, 3 * tile.product)
+    var w = TileLoader(maps, 3 * tile.product + 1)
     x.prefetch_descriptor()
     w.prefetch_descriptor()
     if problem.constant == 0:
         wait_on_dependent_grids()
-    var f0 = schedule.tile(schedule.start().tile).column * Int32(config.columns)
+    var f0 = tile.column * Int32(config.columns)
     var k = Step()
     for i in range(steps):
         filters.expect(i, filters.bytes)
@@ -233,7 +268,7 @@ def _produce[
         wait_on_dependent_grids()
 
     var pipeline = at_start
-    for number in schedule.turns():
+    for number in tiles.turns():
         var pixel = conv.pixel(schedule.tile(number).row * Int32(ROWS))
         var corner = conv.corner(pixel)
         k = Step()
@@ -253,10 +288,6 @@ def _produce[
             )
             pipeline.advance()
             k.advance[1](conv)
-        for _ in range(_stages[dtype, config](steps) - steps):
-            pipeline.acquire()
-            pipeline.commit()
-            pipeline.advance()
 
 
 @always_inline
@@ -264,10 +295,12 @@ def _consume[
     dtype: DType, epilogue: Epilogue, config: PingPong
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype],
-    problem: Problem[1],
+    tensors: EpilogueTensors[dtype, _, False, epilogue.normed()],
+    problem: Problem[_],
     filters: Pipeline,
     at_start: Pipeline,
+    results: UInt32,
+    boxes: Int32,
     at: Fragment,
 ):
     """Multiplies and finishes the consumer's tiles."""
@@ -277,24 +310,30 @@ def _consume[
     comptime RESULTS = config.results[dtype]()
     var schedule = problem.schedule
     var steps = problem.steps()
-    var stages = _stages[dtype, config](steps)
-    var free = stages - Int32(RESULTS)  # the stages before the result's
     var leads = at.leads()
     var own = UInt32(at.group() + GROUPS) + 1  # after the barriers of `order`
-    var y = TileStore(maps, 2)
+    var tiles = schedule.stationary()
+    var product = schedule.tile(tiles.first).product
+    var end = tensors.of(product)
+    var y = TileStore(maps, 3 * product + 2)
 
+    comptime if epilogue.normalizes:
+        wait_on_dependent_grids()  # for the moments, which no copy brings
     var order = OrderedSequence(at.group(), GROUPS)
     var pipeline = at_start
-    pipeline.advance(UInt32(at.group() * stages))
-    var blocks = Int32(grid_dim.x)
-    var first = schedule.start().tile + at.group() * blocks
+    pipeline.advance(UInt32(at.group() * steps))
+    var own_results = results + UInt32(at.group() * boxes * Int32(BOX))
+    var box = Int32(0)
     var sums = Sums[COLUMNS](fill=0)
-    for number in range(first, schedule.tiles, GROUPS * blocks):
+    for number in tiles.turns(at.group(), GROUPS):
         var tile = schedule.tile(number)
         var m0 = tile.row * Int32(ROWS)
         var f0 = tile.column * Int32(COLUMNS)
-        var results = pipeline
-        results.advance(UInt32(free))
+        var moments = RowMoments()
+        comptime if epilogue.normalizes:
+            var last = problem.rows_of(product) - 1
+            var low = min(m0 + at.row(), last)
+            moments = RowMoments(tensors.norm[0], at, low, min(low + 8, last))
         # What this waits for is at most one round of the ring ahead of what is known to have come.
         order.wait()
         pipeline.wait()
@@ -312,41 +351,49 @@ def _consume[
             sums = mma[dtype, COLUMNS](Matrix(pipeline.stage()), Matrix(filters.stage(k)), sums)
             wgmma_commit_group_sync()
             wgmma_wait_group_sync[1]()
-            if leads and k <= free:
+            if leads:
                 pipeline.release(pipeline.previous())
             pipeline.advance()
         order.arrive()
+        var norm = RowNorm(0, 0)
+        comptime if epilogue.normalizes:
+            norm = moments.norm(tensors.norm[0], at)
         wgmma_wait_group_sync[0]()
-        if leads and steps <= free:
+        if leads:
             pipeline.release(pipeline.previous())
 
-        # All warps have read what the result overwrites.
-        sync_threads(own, UInt32(WARPGROUP))
-        var storing = StoringStage()
         comptime for part in range(RESULTS):
             comptime column = part * WIDTH
-            results.wait()
+            var to = own_results + UInt32(box * Int32(BOX))
+            box = box + 1 if box + 1 < boxes else 0
+            if leads:
+                _box_read[RESULTS](boxes)
+            sync_threads(own, UInt32(WARPGROUP))
             finish_rows[dtype, epilogue, WIDTH, first=column, pitch=BOX](
-                results.stage(),
+                to,
                 at,
                 sums,
                 problem.alpha,
-                tensors,
+                end,
                 f0 + Int32(column),
                 problem.filters,
+                norm=norm,
             )
             fence_async()
             sync_threads(own, UInt32(WARPGROUP))
             if leads:
-                storing.release()
-                y.store(results.stage(), f0 + Int32(column), m0)
+                y.store(to, f0 + Int32(column), m0)
                 stores_commit()
-                storing.begin(results)
-            results.advance()
-        if leads:
-            storing.release()
-        pipeline = results
-        pipeline.advance(UInt32((GROUPS - 1) * stages))
+        pipeline.advance(UInt32((GROUPS - 1) * steps))
+    stores_read()
+
+
+@always_inline
+def _box_read[most: Int](boxes: Int32):
+    """Waits until the copy engine has read the box whose turn it is, of `most` at most."""
+    comptime for i in range(most):
+        if boxes == Int32(i + 1):
+            stores_read[i]()
 
 
 # The host's side
@@ -354,7 +401,14 @@ def _consume[
 
 def pingpong_gemm[
     dtype: DType, epilogue: Epilogue, config: PingPong
-](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
+](
+    g: Geometry,
+    o: Operands[dtype],
+    ctx: DeviceContext,
+    *,
+    constant: Bool = True,
+    norm: Optional[Norm] = None,
+) raises:
     """Enqueues a convolution, or a matrix product.
 
     Parameters:
@@ -367,32 +421,71 @@ def pingpong_gemm[
         o: The tensors.
         ctx: The GPU.
         constant: Whether w is a weight, which no kernel writes.
+        norm: Moments of the rows of x, if the epilogue normalises.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    var maps = TensorMaps[3]()
-    maps.maps[0] = pixels_map[dtype](ctx, o.x, g, ROWS)
-    maps.maps[1] = filter_map[dtype](ctx, o.w, g, config.columns)
-    maps.maps[2] = matrix_map[dtype](ctx, o.y, rows=g.pixels(), columns=g.f, box=ROWS)
-    var problem = Problem[1](
-        [g],
+    pingpong_gemms[dtype, epilogue, config, 1]([g], [o], ctx, constant=constant, norm=norm)
+
+
+def pingpong_gemms[
+    dtype: DType, epilogue: Epilogue, config: PingPong, products: Int
+](
+    sizes: Array[Geometry, products],
+    operands: Array[Operands[dtype], products],
+    ctx: DeviceContext,
+    *,
+    constant: Bool = True,
+    norm: Optional[Norm] = None,
+) raises:
+    """Enqueues products of the same K and F in one launch.
+
+    Parameters:
+        dtype: Of x, w and y.
+        epilogue: What the accumulator goes through; it does not add.
+        config: Consumers and filters, which take the products.
+        products: How many there are.
+
+    Args:
+        sizes: Of each product; one group.
+        operands: The tensors of each; all have the alpha of the first.
+        ctx: The GPU.
+        constant: Whether w of each is a weight, which no kernel writes.
+        norm: As in `pingpong_gemm`; of one product.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    var maps = TensorMaps[3 * products]()
+    comptime for i in range(products):
+        var g, o = sizes[i], operands[i]
+        maps.maps[3 * i] = pixels_map[dtype](ctx, o.x, g, ROWS)
+        maps.maps[3 * i + 1] = filter_map[dtype](ctx, o.w, g, config.columns)
+        maps.maps[3 * i + 2] = matrix_map[dtype](ctx, o.y, rows=g.pixels(), columns=g.f, box=ROWS)
+    var problem = Problem[products](
+        sizes,
         rows=ROWS,
         columns=config.columns,
         width=ROW // size_of[dtype](),
         splits=1,
-        alpha=o.alpha,
+        alpha=operands[0].alpha,
         constant=constant,
     )
-    # A multiple of the tiles of filters, so that a block keeps to one.
+    var tensors = EpilogueTensors[dtype, products, False, epilogue.normed()](operands)
+    comptime if epilogue.normed():
+        tensors.norm[0] = norm.value()
+    # A multiple of the tiles of filters, so that a block keeps to one; no more than there are tiles.
     var columns = Int(problem.schedule.columns)
-    var blocks = max(1, Device(ctx).multiprocessors // columns) * columns
-    launch[pingpong_kernel[dtype, epilogue, config]](
+    var blocks = max(products, Device(ctx).multiprocessors // columns) * columns
+    var steps = Int(problem.steps())
+    launch[pingpong_kernel[dtype, epilogue, config, products]](
         ctx,
         maps,
-        EpilogueTensors[dtype]([o]),
+        tensors,
         problem,
-        Int32(config.stages(Int(problem.steps()))),
+        Int32(config.stages[dtype](steps)),
+        Int32(config.boxes[dtype](steps)),
         grid_dim=problem.schedule.blocks(blocks),
         block_dim=config.threads(),
         shared=SHARED,

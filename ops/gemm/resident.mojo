@@ -43,6 +43,7 @@ from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
 from ..hopper.conv import Problem
 from ..hopper.epilogue import EpilogueTensors
+from ..hopper.moments import Norm
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
@@ -51,7 +52,7 @@ from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import PixelBox, StepCounter, box_map, produce_pixels
 from ..launch import launch
 from ..operands import Operands
-from .hopper import filter_map
+from .hopper import filter_map, several
 
 
 comptime BLOCKS = 2
@@ -72,7 +73,7 @@ def threads(config: TileConfig) -> Int:
     return WARPGROUP * config.groups + 2 * WARP
 
 
-@__name(t"gemm_resident_{config.label()}_{epilogue.label()}{_several(products)}_{dtype}")
+@__name(t"gemm_resident_{config.label()}_{epilogue.label()}{several(products)}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(threads(config))),
@@ -82,7 +83,7 @@ def resident_kernel[
     dtype: DType, epilogue: Epilogue, config: TileConfig, products: Int = 1
 ](
     maps: TensorMaps[2 * products],
-    tensors: EpilogueTensors[dtype, products],
+    tensors: EpilogueTensors[dtype, products, False, epilogue.normed()],
     problem: Problem[products],
     plan: TilePlan[config],
 ):
@@ -142,11 +143,6 @@ def resident_kernel[
         )
 
 
-def _several(products: Int) -> String:
-    """Names the products of a launch for a profiler, if there are several."""
-    return String("_", products, "x1") if products > 1 else String()
-
-
 @always_inline
 def _produce_filters[
     dtype: DType, *, split: Bool
@@ -185,6 +181,7 @@ def resident_gemm[
     ctx: DeviceContext,
     *,
     constant: Bool = True,
+    norm: Optional[Norm] = None,
 ) raises:
     """Enqueues a convolution, or a matrix product.
 
@@ -199,11 +196,12 @@ def resident_gemm[
         splits: Blocks that share a tile: 1, or if the config splits 2, 4 or 8.
         ctx: The GPU.
         constant: Whether w is a weight, which no kernel writes.
+        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    resident_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx, constant=constant)
+    resident_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx, constant=constant, norm=norm)
 
 
 def resident_gemms[
@@ -215,6 +213,7 @@ def resident_gemms[
     ctx: DeviceContext,
     *,
     constant: Bool = True,
+    norm: Optional[Norm] = None,
 ) raises:
     """Enqueues products of the same K and F in one launch; more than one have no windows.
 
@@ -230,6 +229,7 @@ def resident_gemms[
         splits: As in `resident_gemm`.
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
+        norm: As in `resident_gemm`; of one product.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
@@ -242,10 +242,13 @@ def resident_gemms[
     var problem = tile_problem[config](
         sizes, plan.box, width=WIDTH, splits=splits, alpha=operands[0].alpha, constant=constant
     )
+    var tensors = EpilogueTensors[dtype, products, False, epilogue.normed()](operands)
+    comptime if epilogue.normed():
+        tensors.norm[0] = norm.value()
     launch[resident_kernel[dtype, epilogue, config, products]](
         ctx,
         _maps[config](ctx, sizes, operands, plan.box),
-        EpilogueTensors[dtype, products](operands),
+        tensors,
         problem,
         plan,
         grid_dim=Int(problem.schedule.tiles) * splits,

@@ -21,6 +21,7 @@ from ..epilogue import Channels, Epilogue, apply
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands, Scales, narrowed, widened
 from .accumulator import Fragment, pair, quad
+from .moments import GROUP, Norm, RowNorm, RowSums
 from .ptx import (
     cluster_load4,
     cluster_sync,
@@ -37,7 +38,7 @@ from .scheduler import Share, Start
 from .shared import ROW, swizzle
 
 
-struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
+struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, normed: Bool = False](
     KernelArgument, TrivialRegisterPassable
 ):
     """What an epilogue reads and writes without the copy engine, product by product.
@@ -46,10 +47,13 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
         dtype: Of the residual and y.
         products: Products of the launch.
         scaled: Whether there are scales.
+        normed: Whether moments of rows are read or written; of one product.
     """
 
     comptime SCALES = Self.products if Self.scaled else 0
     """How many scales there are: kernels without them receive none."""
+    comptime NORMS = 1 if Self.normed else 0
+    """How many norms there are, likewise."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
@@ -64,11 +68,13 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
     """[M, F]."""
     var scales: StaticTuple[Scales, Self.SCALES]
     """[F], and of the residual."""
+    var norm: StaticTuple[Norm, Self.NORMS]
+    """Moments of the rows of x, or of y."""
 
     def __init__[
         factors: DType, right: DType, //
     ](out self, o: Array[Operands[factors, Self.dtype, right], Self.products]):
-        """Takes them from the operands; scales are set later.
+        """Takes them from the operands; scales and norm are set later.
 
         Parameters:
             factors: Of x.
@@ -78,6 +84,7 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
             o: The tensors.
         """
         self.scales = StaticTuple[Scales, Self.SCALES](fill=Scales(o[0].bias))
+        self.norm = StaticTuple[Norm, Self.NORMS](fill=Norm(o[0].bias, 0))
         self.bias = StaticTuple[Data[F32], Self.products](fill=o[0].bias)
         self.bias2 = self.bias
         self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].residual)
@@ -106,9 +113,10 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
         self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=residual)
         self.y = StaticTuple[Data[Self.dtype], Self.products](fill=y)
         self.scales = StaticTuple[Scales, Self.SCALES](fill=Scales(bias))
+        self.norm = StaticTuple[Norm, Self.NORMS](fill=Norm(bias, 0))
 
     @always_inline
-    def of(self, product: Int32) -> EpilogueTensors[Self.dtype, 1, Self.scaled]:
+    def of(self, product: Int32) -> EpilogueTensors[Self.dtype, 1, Self.scaled, Self.normed]:
         """Chooses a product's.
 
         Args:
@@ -117,8 +125,13 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False](
         Returns:
             Its tensors.
         """
-        comptime One = EpilogueTensors[Self.dtype, 1, Self.scaled]
+        comptime One = EpilogueTensors[Self.dtype, 1, Self.scaled, Self.normed]
+        comptime assert (
+            Self.products == 1 or not Self.normed
+        ), "EpilogueTensors: one product is normed"
         var one = One(self.bias[0], self.bias2[0], self.residual[0], self.y[0])
+        comptime if Self.normed:
+            one.norm[0] = self.norm[0]
         comptime if Self.scaled:
             one.scales[0] = self.scales[0]
         comptime for i in range(1, Self.products):
@@ -236,9 +249,11 @@ def finish_rows[
     at: Fragment,
     sums: StaticTuple[Scalar[sum], _],
     alpha: Float32,
-    tensors: EpilogueTensors[dtype, 1, _],
+    tensors: EpilogueTensors[dtype, 1, _, _],
     f0: Int32,
     f: Int32,
+    *,
+    norm: RowNorm = RowNorm(0, 0),
 ):
     """Finishes 64 rows x `columns` columns in shared memory, boxes of 64 rows of 128 bytes, or 64.
 
@@ -263,8 +278,10 @@ def finish_rows[
         tensors: Have the bias, and the scales.
         f0: The first filter.
         f: Filters of the result; the bias of others is not read.
+        norm: Of the thread's two rows, if the epilogue normalises.
     """
     comptime assert tensors.scaled == epilogue.scales, "finish_rows: the scales of the epilogue"
+    comptime assert tensors.normed == epilogue.normed(), "finish_rows: the norm of the epilogue"
     comptime assert not (by_row and epilogue.scales), "finish_rows: columns have scales, not rows"
     comptime assert size_of[dtype]() > 1 or not by_row, "finish_rows: quads are columns"
     comptime WIDTH = bytes // size_of[dtype]()
@@ -277,6 +294,7 @@ def finish_rows[
     comptime for j in range(columns // EACH):
         comptime column = EACH * j
         var of = Channels[COUNT](alpha, 0)
+        var filter_sums = SIMD[F32, COUNT](0)
         comptime if epilogue.scales:
             # Of columns behind the last filter anything is right; a branch would hold loads up.
             of = tensors.channels[COUNT, sources](
@@ -285,9 +303,14 @@ def finish_rows[
         elif not by_row:
             if f0 + Int32(column) + mine < f:
                 of = tensors.channels[COUNT, sources](alpha, f0 + Int32(column) + mine)
+                comptime if epilogue.normalizes:
+                    filter_sums = tensors.norm[0].sums_of[COUNT](f0 + Int32(column) + mine)
         comptime for half in range(2):
             comptime if by_row:
                 of.bias = SIMD[F32, COUNT](biases[half])
+            var here = of
+            comptime if epilogue.normalizes:
+                here = norm.channels[half](of, filter_sums)
             var row = UInt32(at.row()) + UInt32(8 * half)
             var byte = (UInt32(column % WIDTH) + UInt32(mine)) * UInt32(size_of[dtype]())
             var place = to + UInt32(column // WIDTH * pitch) + row * UInt32(bytes)
@@ -297,7 +320,7 @@ def finish_rows[
             comptime if epilogue.joins:
                 residual = _load[dtype, COUNT](place)
             var sum = _sums[COUNT, first // EACH + j, half](sums)
-            var y = apply[epilogue, dtype](sum, of, residual, tensors.residual_scale())
+            var y = apply[epilogue, dtype](sum, here, residual, tensors.residual_scale())
             _store(place, narrowed[dtype](y))
 
 
@@ -502,7 +525,7 @@ def reduce_cluster[
     threads: Int,
     sources: Int = 1,
 ](
-    tensors: EpilogueTensors[dtype, 1, _],
+    tensors: EpilogueTensors[dtype, 1, _, _],
     data: UInt32,
     start: Start,
     splits: Int32,
@@ -731,9 +754,31 @@ struct Outputs[count: Int](TrivialRegisterPassable):
         return Int(self.pixel_of(i)) * Int(self.filters) + Int(self.f0 + self.column_of(i))
 
     @always_inline
+    def load_sums[
+        epilogue: Epilogue
+    ](self, tensors: EpilogueTensors[_, 1, _, _]) -> StaticTuple[SIMD[F32, 2], Self.count // 2]:
+        """Reads the sums of the weights of the pairs' filters.
+
+        Parameters:
+            epilogue: What the sums go through; unless it normalises nothing is read.
+
+        Args:
+            tensors: Of the product.
+
+        Returns:
+            Of every second pair: the other is of the same filters.
+        """
+        var sums = StaticTuple[SIMD[F32, 2], Self.count // 2](fill=SIMD[F32, 2](0))
+        comptime if epilogue.normalizes:
+            comptime for i in range(Self.count // 2):
+                var f = min(self.f0 + self.column_of(2 * i), self.filters - 2)
+                sums[i] = tensors.norm[0].sums_of[2](f)
+        return sums
+
+    @always_inline
     def load_residual[
         dtype: DType, epilogue: Epilogue
-    ](self, tensors: EpilogueTensors[dtype]) -> StaticTuple[SIMD[dtype, 2], Self.count]:
+    ](self, tensors: EpilogueTensors[dtype, 1, _, _]) -> StaticTuple[SIMD[dtype, 2], Self.count]:
         """Reads the residual ahead: before its sums are there.
 
         Parameters:
@@ -761,11 +806,14 @@ def finish_pairs[
     dtype: DType, epilogue: Epilogue, count: Int
 ](
     to: Outputs[count],
-    tensors: EpilogueTensors[dtype],
+    at: Fragment,
+    tensors: EpilogueTensors[dtype, 1, _, _],
     sums: StaticTuple[Float32, _],
     alpha: Float32,
     bias: UInt32,
     residual: StaticTuple[SIMD[dtype, 2], count],
+    norm: RowNorm,
+    filter_sums: StaticTuple[SIMD[F32, 2], count // 2],
 ):
     """Finishes pairs of sums and stores them in y.
 
@@ -776,17 +824,48 @@ def finish_pairs[
 
     Args:
         to: Where they belong.
+        at: The thread's place.
         tensors: Of the product.
         sums: Of the pairs.
         alpha: Scale of the product.
         bias: Address in shared memory of the bias of the tile's first filter.
         residual: What `Outputs.load_residual` has read.
+        norm: Of the thread's two rows, if the epilogue normalises.
+        filter_sums: What `Outputs.load_sums` has read, likewise.
     """
+    comptime PAIRS = 2 * GROUP // 8
+    """Pairs of a thread in a group of columns."""
+    comptime assert (
+        not epilogue.measures or count % PAIRS == 0
+    ), "finish_pairs: moments are those of whole groups of columns"
+    var group = StaticTuple[SIMD[dtype, 2], PAIRS](fill=SIMD[dtype, 2](0))
+    var row_sums = RowSums()
     comptime for i in range(count):
-        if to.stores(i):
+        var stores = to.stores(i)
+        if stores or epilogue.measures:  # whose threads meet
+            var of = Channels[2](alpha, shared_load2(bias + 4 * UInt32(to.column_of(i))))
+            comptime if epilogue.normalizes:
+                of = norm.channels[i % 2](of, filter_sums[i // 2])
             var y = apply[epilogue, dtype](
-                SIMD[F32, 2](sums[2 * i], sums[2 * i + 1]),
-                Channels[2](alpha, shared_load2(bias + 4 * UInt32(to.column_of(i)))),
-                residual[i].cast[F32](),
-            )
-            tensors.y[0].unsafe_store[alignment=2 * size_of[dtype]()](to.place(i), y.cast[dtype]())
+                SIMD[F32, 2](sums[2 * i], sums[2 * i + 1]), of, residual[i].cast[F32]()
+            ).cast[dtype]()
+            if stores:
+                tensors.y[0].unsafe_store[alignment=2 * size_of[dtype]()](to.place(i), y)
+            comptime if epilogue.measures:
+                group[i % PAIRS] = y
+                comptime if i % PAIRS == PAIRS - 1:
+                    comptime n = i // PAIRS
+                    row_sums.add[n](
+                        at,
+                        group[0].join(group[1]).join(group[2].join(group[3])),
+                        group[4].join(group[5]).join(group[6].join(group[7])),
+                    )
+                    comptime if n % 4 == 3 or i == count - 1:
+                        # Rows that are not there are below 0.
+                        row_sums.store[n](
+                            tensors.norm[0],
+                            at,
+                            low=to.low,
+                            high=to.high,
+                            f0=to.f0 + to.column_of(0) - to.column,
+                        )

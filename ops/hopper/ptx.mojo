@@ -262,9 +262,14 @@ def stores_commit():
 
 
 @always_inline
-def stores_read():
-    """Waits until all groups of this thread's stores have read shared memory."""
-    inlined_assembly["cp.async.bulk.wait_group.read 0;", NOTHING, constraints="~{memory}"]()
+def stores_read[pending: Int = 0]():
+    """Waits until all groups of this thread's stores, or all but the last, have read shared memory.
+
+    Parameters:
+        pending: How many of the last groups are not waited for.
+    """
+    comptime wait: StaticString = String(t"cp.async.bulk.wait_group.read {pending};")
+    inlined_assembly[wait, NOTHING, constraints="~{memory}"]()
 
 
 @always_inline

@@ -72,6 +72,31 @@ struct Unit(TrivialRegisterPassable):
     """Whether the block finishes only some of the tile's columns, and its peers the others."""
 
 
+@fieldwise_init
+struct Stationary(TrivialRegisterPassable):
+    """The tiles of a block that keeps to one tile of columns of one product."""
+
+    var first: Int32
+    """Number of its first tile."""
+    var end: Int32
+    """Number of the first tile behind the product's."""
+    var step: Int32
+    """From one of its tiles to the next."""
+
+    @always_inline
+    def turns(self, worker: Int32 = 0, workers: Int32 = 1) -> Turns:
+        """Numbers the tiles, or those of one of several workers that take them in turns.
+
+        Args:
+            worker: Which.
+            workers: How many there are.
+
+        Returns:
+            Their numbers, in order.
+        """
+        return range(self.first + worker * self.step, self.end, workers * self.step)
+
+
 struct Work[split: Bool, peers: Int](TrivialRegisterPassable):
     """What a block does, unit by unit.
 
@@ -302,6 +327,35 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             Their numbers, in order.
         """
         return self.turns(self.start())
+
+    @always_inline
+    def stationary(self) -> Stationary:
+        """Finds the tiles of a block that keeps to a tile of columns of a product.
+
+        The grid is a multiple of the tiles of columns, and each product has as many of its parts as its
+        share of all tiles; one at least.
+
+        Returns:
+            The tiles.
+        """
+        var parts = UInt32(grid_dim.x) // UInt32(self.columns)
+        var part = UInt32(block_idx.x) // UInt32(self.columns)
+        var tiles = Stationary(Int32(block_idx.x), self.tiles, Int32(grid_dim.x))
+        comptime for i in range(1, Self.products):
+            var before = (parts * UInt32(self.first[i]) + UInt32(self.tiles) // 2) // UInt32(
+                self.tiles
+            )
+            before = min(max(before, UInt32(i)), parts - UInt32(Self.products - i))
+            if part >= before:
+                tiles.first = self.first[i] + Int32(
+                    UInt32(block_idx.x) - before * UInt32(self.columns)
+                )
+                tiles.end = self.tiles
+                tiles.step = Int32((parts - before) * UInt32(self.columns))
+            elif tiles.end == self.tiles:
+                tiles.end = self.first[i]
+                tiles.step -= Int32((parts - before) * UInt32(self.columns))
+        return tiles
 
     @always_inline
     def tile(self, number: Int32) -> Tile:

@@ -25,6 +25,7 @@ from .cluster import Inbox
 from .conv import Problem
 from .epilogue import EpilogueTensors, Outputs, finish_pairs
 from .mma import ROWS
+from .moments import RowMoments, RowNorm
 from .pipeline import Pipeline
 from .ptx import cluster_wait, fence_barrier_init, shared_store_float
 from .scheduler import Share, Start, Tile, TileScheduler
@@ -240,7 +241,7 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
             self.inbox.expect(warps)
 
     @always_inline
-    def load_bias(self, i: Int32, tensors: EpilogueTensors, tile: Tile, filters: Int32):
+    def load_bias(self, i: Int32, tensors: EpilogueTensors[_, _, _, _], tile: Tile, filters: Int32):
         """Copies the bias of one of the tile's filters.
 
         Args:
@@ -264,7 +265,7 @@ def consume_tile[
 ](
     storage: TileStorage[config],
     steps: Some[Steps],
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, 1, _, _],
     problem: Problem[_],
     box: PixelBox[config.rows()],
     tile: Tile,
@@ -304,6 +305,7 @@ def consume_tile[
     )
     comptime if config.split:
         cluster_wait()
+    var filter_sums = outputs.load_sums[epilogue](tensors)
     # No stage is filled twice, and all filters have come before x does.
     var count = steps.count()
     var resident = count <= Int32(storage.w.stages)
@@ -314,11 +316,17 @@ def consume_tile[
     var residual = StaticTuple[SIMD[dtype, 2], PAIRS](fill=SIMD[dtype, 2](0))
     comptime if ahead:
         residual = outputs.load_residual[dtype, epilogue](tensors)
+    var moments = RowMoments()
+    comptime if epilogue.normalizes:
+        moments = RowMoments(tensors.norm[0], at, max(outputs.low, 0), max(outputs.high, 0))
     var sums = multiply_steps[dtype, COLUMNS](
         storage.x, storage.w, steps, count, box, at, resident=resident
     )
     comptime if not ahead and not config.split:
         residual = outputs.load_residual[dtype, epilogue](tensors)
+    var norm = RowNorm(0, 0)
+    comptime if epilogue.normalizes:
+        norm = moments.norm(tensors.norm[0], at)
     wgmma_wait_group_sync[0]()
     comptime if config.split:
         if at.t // Int32(WARP) < box.warps(m, tile.row):
@@ -326,7 +334,17 @@ def consume_tile[
         comptime if not ahead:
             residual = outputs.load_residual[dtype, epilogue](tensors)
         finish_pairs[dtype, epilogue](
-            outputs, tensors, storage.inbox.receive(at), problem.alpha, storage.bias, residual
+            outputs,
+            at,
+            tensors,
+            storage.inbox.receive(at),
+            problem.alpha,
+            storage.bias,
+            residual,
+            norm,
+            filter_sums,
         )
     else:
-        finish_pairs[dtype, epilogue](outputs, tensors, sums, problem.alpha, storage.bias, residual)
+        finish_pairs[dtype, epilogue](
+            outputs, at, tensors, sums, problem.alpha, storage.bias, residual, norm, filter_sums
+        )

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from max.dtype import DType
 from max.graph import DeviceRef
 
-from maxvision.bench.attribution import Recorded, attribute, symbols
-from maxvision.bench.layers import Named, distinct, listed, network_nodes
+from maxvision.bench.attribution import OURS, Recorded, attribute, symbols
+from maxvision.bench.layers import Named, distinct, layer_module, listed, network_nodes
 from maxvision.bench.references import checkpoint, reference_model
 from maxvision.graphs import passes
 from maxvision.graphs.layers import layers as described
 from maxvision.graphs.layers import macs
+from maxvision.graphs.net import Net, Value
 from maxvision.graphs.program import Program
 from maxvision.graphs.quantize import KINDS
 from maxvision.graphs.types import FLOAT8
+from maxvision.runtime.classifier import network as whole
+from tests.graphs import nets
 from tests.graphs.test_quantize import HOPPER, bottlenecks, calibrated
 from tests.ops.cases import EPILOGUES
 
 OTHERS = {
     "max_pool2d": "pool_max_8", "avg_pool2d": "pool_mean_8",
-    "class_token": "mogg_for_each_r4_w8_b256_gs_False",
+    "class_token": "class_token_8_bfloat16",
 }  # fmt: skip
 """Ops whose kernels are called otherwise."""
 
@@ -34,12 +40,20 @@ PLACES = {"cpu": DeviceRef.CPU(), "gpu": DeviceRef.GPU()}  # to build a graph ta
 
 
 @pytest.fixture(
-    scope="module", params=["resnet-18 cpu", "resnet-50 gpu", "cvt-13 cpu", "cvt-13 gpu"]
+    scope="module",
+    params=["resnet-18 cpu", "resnet-50 gpu", "cvt-13 cpu", "cvt-13 gpu", "cvt-13 hopper"],
 )
 def network(request: pytest.FixtureRequest) -> tuple[Any, list[Named]]:
     name, _, place = request.param.partition(" ")
     model = checkpoint(name, reference_model(name))
+    if place == "hopper":
+        return model, on_hopper(whole(model, (224, 224), "bfloat16"))
     return model, network_nodes(model, PLACES[place], DType.float32, (224, 224))
+
+
+def on_hopper(program: Program) -> list[Named]:
+    """Lists the ops of a program in bfloat16 as they are lowered for a Hopper that is not here."""
+    return listed(passes.run(program, replace(HOPPER, dtype="bfloat16")), "bfloat16")
 
 
 def test_names_are_those_of_the_weights(network: tuple[Any, list[Named]]) -> None:
@@ -52,6 +66,7 @@ def test_names_are_those_of_the_weights(network: tuple[Any, list[Named]]) -> Non
     convs = [f"attention.{part}.conv" for part in ("query", "key", "value")]
     parts |= {f"{block}{part}" for block in heads for part in ("norm1", *convs)}
     parts |= {part for name in names for part in name.split(" + ")}
+    parts |= {f"{node.name}.norm" for node in nodes if node.layer.op == "stem_layernorm"}
     together = {node.name for node in nodes if node.name.endswith(("_shortcut", "_linear"))}
     for weight in model.tensors:
         name = weight if weight.endswith("cls_token") else weight.rpartition(".")[0]
@@ -72,7 +87,10 @@ def symbol(node: Named) -> str:
     op, epilogue = node.layer.op.replace("layer_norm", "layernorm"), node.layer.epilogue
     if op in OTHERS:
         return f"{OTHERS[op]}_bfloat16_17266de5"
-    fused = {"conv2d_shortcut": "relu_1x2", "qkv_linear": "none_3x1"}
+    fused = {
+        "conv2d_shortcut": "relu_1x2", "qkv_linear": "none_3x1",
+        "linear_moments": "add_moments_1x1", "normed_linear": f"norm_{epilogue}_1x1",
+    }  # fmt: skip
     if op in ("conv2d", "linear", *fused):
         kind = fused.get(op, f"{epilogue}_1x1")
         return f"gemm_hopper_128x64x4_{kind}_bfloat16_17266de5"
@@ -84,7 +102,7 @@ def recorded(node: Named, fused: bool = True) -> list[Recorded]:
     apart = {
         "conv2d_chain": ["gemm_cores_add_relu", "gemm_cores_relu"],
         "conv2d_shortcut": ["gemm_cores_none", "gemm_cores_add_relu"],
-        "layernorm_mlp": ["layernorm_8x1", "gemm_cores_gelu", "gemm_cores_add"],
+        "layernorm_mlp": ["gemm_resident_64x64_norm_gelu", "gemm_resident_64x64_add"],
         "qkv_linear": ["gemm_cores_none"] * 3,
     }
     shape = node.layer.outputs[0].shape
@@ -138,6 +156,32 @@ def test_a_symbol_tells_the_epilogue(symbol: str, epilogue: str) -> None:
         assert bool(pattern.fullmatch(symbol)) == (name == epilogue), name
     ((pattern,), _) = symbols("conv2d_shortcut")
     assert not pattern.fullmatch(symbol)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "op", "epilogue"),
+    [
+        ("gemm_resident_64x32_add_moments_bfloat16_44630a41", "linear_moments", "none"),
+        ("gemm_hopper_128x128x4_add_moments_1x1_float16_2d37c457", "linear_moments", "none"),
+        ("gemm_hopper_192x128x5overlap_norm_gelu_1x1_bfloat16_2d37c457", "normed_linear", "gelu"),
+        ("gemm_pingpong_3x64x192_norm_gelu_bfloat16_2d37c457", "normed_linear", "gelu"),
+        ("gemm_resident_64x64split_norm_none_bfloat16_44630a41", "normed_linear", "none"),
+        ("gemm_resident_64x64_norm_clamp_float16_44630a41", "normed_linear", "0.0 6.0 clamp"),
+        ("row_moments_bfloat16_44630a41", "row_moments", "none"),
+        ("layernorm_mlp_hopper_128x64x64x4_bfloat16_44630a41", "layernorm_mlp", "none"),
+    ],
+)
+def test_a_symbol_tells_a_norm_between_layers(symbol: str, op: str, epilogue: str) -> None:
+    found = {
+        (other, end)
+        for other in ("linear", "conv2d", "linear_moments", "normed_linear", "row_moments",
+                      "layernorm_mlp", "qkv_linear")
+        for end in EPILOGUES
+        if any(len(way) == 1 and way[0].fullmatch(symbol) for way in symbols(other, end))
+    }  # fmt: skip
+    ends = [epilogue] if op == "normed_linear" else EPILOGUES  # others' are always the same
+    assert found == {(op, end) for end in ends}
+    assert OURS.match(symbol)
 
 
 BYTES = {  # symbols, as ops/gemm names kernels, and what they are of
@@ -229,6 +273,59 @@ def test_layers_of_8_bits_are_described(in_bytes: tuple[Program, list[Named]]) -
     final = passes.run(program, HOPPER)
     partners = {each.name: each.partner for each in described(program, final)}
     assert partners["1.three"] == "2.one" and partners["0.shortcut"] == "0.three"
+
+
+def block(net: Net, x: Value) -> Value:
+    """A transformer's block, behind which an MLP of tokens that a layer of another kind made."""
+    x = x + net.linear(net.relu(x), "attention.proj", 64)
+    with net.at("mlp"):
+        y = net.layer_norm(x, "norm", 1e-6)
+        x = x + net.linear(net.op("silu", [net.linear(y, "fc1", 96)]), "fc2", 64)
+    x = net.op("softmax", [x])
+    with net.at("other"):
+        y = net.gelu(net.linear(net.layer_norm(x, "norm"), "fc1", 128))
+        return x + net.linear(y, "fc2", 64)
+
+
+def test_norms_between_layers_are_described() -> None:
+    program = nets.program(block, 5, 64).retyped({"x": "bfloat16"})
+    nodes = on_hopper(program)
+    assert [(node.name, node.layer.op, node.layer.title()) for node in nodes[1:]] == [
+        ("attention.proj", "linear_moments", "64 at 5"),
+        ("mlp.fc1", "normed_linear", "64-96 at 5"),
+        ("mlp.fc2", "linear", "96-64 at 5"),
+        ("softmax", "softmax", "64 at 5"),
+        ("other.norm", "row_moments", "64-2 at 5"),
+        ("other.layernorm_mlp", "layernorm_mlp", "64-128-64 at 5"),
+    ]
+    assert sum(node.layer.flops(3) for node in nodes) == 2 * 3 * macs(program)
+    _, measured, normed, _, _, moments, mlp = (node.layer for node in nodes)
+    rows, groups = 3 * 5, 2 * 2 * 4  # the bytes of a row's moments
+    assert measured.traffic(3) == rows * (2 * 3 * 64 + groups) + 2 * 64 * 64 + 4 * 64
+    assert normed.traffic(3) == rows * (2 * (64 + 96) + groups) + 2 * 96 * 64 + 4 * 2 * 96
+    assert moments.traffic(3) == rows * (2 * 64 + groups)
+    assert mlp.traffic(3) == rows * (2 * 2 * 64 + groups) + 2 * 2 * 128 * 64 + 4 * (2 * 128 + 64)
+
+
+def test_sums_are_those_of_the_weights_that_are_drawn() -> None:
+    nodes = on_hopper(nets.program(block, 5, 64).retyped({"x": "bfloat16"}))
+    for op, places in {"normed_linear": {2, 3, 4}, "layernorm_mlp": {2, 3, 4, 5, 6}}.items():
+        (layer,) = (node.layer for node in nodes if node.layer.op == op)
+        drawn = layer.weights(np.random.default_rng(0))
+        assert set(drawn) == places
+        rounded = torch.from_numpy(drawn[2]).bfloat16()
+        assert torch.equal(rounded.float(), torch.from_numpy(drawn[2]))
+        np.testing.assert_allclose(drawn[4], rounded.double().sum(1), 1e-6)
+        assert [drawn[i].shape for i in (2, 3, 4)] == [(len(rounded), 64), *[(len(rounded),)] * 2]
+    module, parameters, _ = layer_module(
+        [node.layer for node in nodes[1:]], PLACES["gpu"], DType.bfloat16, 2
+    )
+    found = re.findall(r'symbol = "(\w+)"', str(module.mlir_module))
+    wanted = ["linear_moments", "normed_linear", "bmm", "softmax", "row_moments", "layernorm_mlp"]
+    assert Counter(found) == dict.fromkeys(wanted, 2)
+    assert {each.shape for name, each in parameters.bound.items() if name.endswith("1.4")} == {
+        (96,), (128,)
+    }  # fmt: skip
 
 
 def test_other_launches_are_not_named(network: tuple[Any, list[Named]]) -> None:

@@ -15,12 +15,18 @@ from max.graph import DeviceRef
 from maxvision.bench import ops
 from maxvision.bench.__main__ import main
 from maxvision.bench.ceilings import Ceilings
-from maxvision.bench.layers import Layer, Operand, distinct, network_nodes, sizes
+from maxvision.bench.layers import Layer, Operand, distinct, listed, network_nodes, sizes
 from maxvision.bench.references import checkpoint, reference_model
+from maxvision.graphs import passes
+from maxvision.graphs.backend import Backend
+from maxvision.graphs.shapes import infer
 from maxvision.graphs.types import Type
+from maxvision.runtime.classifier import network
 from tests.graphs import reference
 from tests.graphs.interpret import OPS
 
+ROWS, MOMENTS = ("batch", 5, 64), ("batch", 5, 2, 2)
+HOPPER = Backend("cuda", "bfloat16", architecture="sm_90a")
 UNCOUNTED = ("normalize", "layer_norm", "layernorm_first", "class_token")  # no products in them
 CVT = {
     "num_channels": 3, "embed_dim": [32], "num_heads": [2], "depth": [1], "patch_sizes": [7],
@@ -89,6 +95,9 @@ def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
     """The fused ops too, which a CPU does not run: torch's results have the shapes of ours."""
     model = checkpoint(name, reference_model(name))
     found = distinct(network_nodes(model, DeviceRef.GPU(), DType.bfloat16, (224, 224)))
+    found |= distinct(
+        listed(passes.run(network(model, (224, 224), "bfloat16"), HOPPER), "bfloat16")
+    )
     rng = np.random.default_rng(0)
     for layer in found:
         operator = ops.OPERATORS[layer.op]
@@ -103,9 +112,53 @@ def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
     fused = {
         "resnet-18": {"conv2d_shortcut"},
         "resnet-50": {"conv2d_chain"},
-        "cvt-13": {"layernorm_mlp", "qkv_linear", "layernorm_first"},
+        "cvt-13": {
+            "linear_moments",
+            "normed_linear",
+            "layernorm_mlp",
+            "qkv_linear",
+            "layernorm_first",
+        },
     }
     assert fused[name] <= {layer.op for layer in found}
+
+
+NORMS = {  # their layers' inputs, whether each is a weight, and their settings
+    "row_moments": ([(ROWS, False)], {}),
+    "linear_moments": (
+        [(ROWS, False), ((64, 64), True), ((64,), True), (ROWS, False)], {},
+    ),
+    "normed_linear": (
+        [(ROWS, False), (MOMENTS, False), ((24, 64), True), ((24,), True), ((24,), True)],
+        {"epilogue": "gelu", "eps": 1e-3},
+    ),
+    "layernorm_mlp": (
+        [(ROWS, False), (MOMENTS, False), ((24, 64), True), ((24,), True), ((24,), True),
+         ((64, 24), True), ((64,), True)], {"eps": 1e-3},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", NORMS)
+def test_torch_norms_between_layers(op: str) -> None:
+    """By what is given as moments and as sums a program computes the same as torch's norm."""
+    shapes, settings = NORMS[op]
+    inputs = [
+        Operand(Type(shape, "float32" if weight or shape == MOMENTS else "bfloat16"), weight)
+        for shape, weight in shapes
+    ]
+    outputs = infer(op, [each.type for each in inputs], settings)
+    layer = Layer(op, (*settings.items(),), (*inputs,), (*outputs,), "bfloat16")
+    drawn = layer.weights(np.random.default_rng(0))
+    weights = {k: torch.from_numpy(a).double() for k, a in drawn.items()}
+    values = [x.double() for x in ops._values(layer, 2, "cpu", seed=0)]
+    found = ops.OPERATORS[op].run(layer, values, weights, True)
+    given = iter(values)
+    every = [weights[i] if each.is_weight else next(given) for i, each in enumerate(inputs)]
+    wanted = OPS[op](*every, **settings)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    alone = ops.OPERATORS[op].run(layer, values, weights, False)
+    assert op == "row_moments" or alone.shape == (2, 5, outputs[0].shape[-1])
 
 
 def test_torch_squeezes_and_excites() -> None:

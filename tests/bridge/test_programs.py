@@ -22,9 +22,10 @@ from maxvision.graphs.program import Node, Program
 from maxvision.graphs.resnet import RESNETS, ResNetSpec, resnet
 from maxvision.graphs.types import BATCH
 
+HOPPER = Backend("cuda", "bfloat16", architecture="sm_90a")
 BACKENDS = (
     Backend("cpu", "float32"), Backend("cuda", "bfloat16"), Backend("cuda", "float32"),
-    Backend("hip", "float16"),
+    Backend("hip", "float16"), HOPPER,
 )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def pair(name: str) -> tuple[Program, Program]:
 @pytest.mark.parametrize(
     ("name", "on"),
     [
-        pytest.param(name, on, id=f"{name}-{on.api}-{on.dtype}")
+        pytest.param(name, on, id=f"{name}-{on.architecture or on.api}-{on.dtype}")
         for name in NETWORKS
         for on in BACKENDS
         # Where nothing fuses them, transformers convolves the keys before the queries.
@@ -169,8 +170,9 @@ def test_every_fusion_takes_part() -> None:
     found = set()
     for name in NETWORKS:
         program = from_pixels(pair(name)[1], "uint8", "bfloat16")
-        found |= {node.op for node in passes.run(program, Backend("cuda", "bfloat16")).nodes}
+        found |= {node.op for node in passes.run(program, HOPPER).nodes}
     assert found >= {
         "stem_maxpool", "stem_layernorm", "conv2d_shortcut", "conv2d_chain", "attention",
-        "qkv_linear", "depthwise_qkv", "layernorm_mlp", "class_token", "layernorm_first",
+        "qkv_linear", "depthwise_qkv", "linear_moments", "normed_linear", "layernorm_mlp",
+        "class_token", "layernorm_first",
     }  # fmt: skip

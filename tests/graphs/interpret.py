@@ -15,6 +15,7 @@ from max.driver import Buffer
 from torch import Tensor
 from torch.nn import functional as F
 
+from maxvision.graphs import shapes
 from maxvision.graphs.elementwise import BETWEEN, ELEMENTWISE, activation, joining, values_of
 from maxvision.graphs.program import Program
 from maxvision.graphs.quantize import STORED
@@ -168,6 +169,27 @@ def _token_linear(x: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **end
     y = F.linear(x.mT, weight[:, : x.shape[1]], bias).mT
     assert not weight[:, x.shape[1] :].any()
     return _end(y, *rest or (None,), **({"epilogue": "none"} | ends))
+
+
+def _row_moments(x: Tensor) -> Tensor:
+    groups = x.unflatten(-1, (-1, shapes.MOMENTS))
+    return torch.stack([groups.sum(-1), groups.square().sum(-1)], -1)
+
+
+def _linear_moments(x: Tensor, weight: Tensor, bias: Any, residual: Tensor) -> tuple[Tensor, ...]:
+    y = F.linear(x, weight, bias) + residual
+    return y, _row_moments(y)
+
+
+def _normed_linear(
+    x: Tensor, moments: Tensor, weight: Tensor, bias: Any, sums: Tensor, *, epilogue: str = "none",
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Multiplies x as it is: mean and deviation of a row are in its moments alone."""
+    mean, squares = (moments.sum(-2) / x.shape[-1]).unsqueeze(-2).unbind(-1)
+    product = F.linear(x, weight) - mean * sums
+    y = product * (squares - mean.square() + eps).rsqrt()
+    return _end(y if bias is None else y + bias, None, epilogue)
 
 
 def _matmul(
@@ -405,10 +427,10 @@ def _gather_rows(
 
 
 def _layernorm_mlp(
-    x: Tensor, weight: Tensor, bias: Tensor, first: Tensor, first_bias: Any, second: Tensor,
+    x: Tensor, moments: Tensor, first: Tensor, first_bias: Any, sums: Tensor, second: Tensor,
     second_bias: Any, *, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    y = F.gelu(F.linear(_layer_norm(x, weight, bias, eps=eps), first, first_bias))
+    y = _normed_linear(x, moments, first, first_bias, sums, epilogue="gelu", eps=eps)
     return x + F.linear(y, second, second_bias)
 
 
@@ -645,6 +667,10 @@ def _shift(bias: Tensor, mean: Tensor, scale: Tensor, before: Tensor | None = No
     return bias + ((0 if before is None else before) - mean) * scale
 
 
+def _norm_shift(filter: Tensor, bias: Tensor, before: Tensor | None = None) -> Tensor:
+    return F.linear(bias, filter, before)
+
+
 OPS: dict[str, Callable[..., Any]] = {
     "conv2d": _conv2d,
     "conv2d_input_grad": _conv2d_input_grad,
@@ -685,6 +711,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm_scale": lambda weight, var, *, eps: weight / (var + eps).sqrt(),
     "batch_norm_shift": _shift,
     "scale_filter": lambda filter, scale: filter * scale.reshape(-1, *(1,) * (filter.ndim - 1)),
+    "norm_filter": lambda filter, weight, *, to: filter * weight,  # floats are not rounded here
+    "norm_shift": _norm_shift,
+    "filter_sums": lambda filter: filter.sum(1),
     "pointwise": _pointwise,
     "foreach": _foreach,
     "conv2d_shortcut": _shortcut,
@@ -701,6 +730,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "quantized_conv2d_shortcut_chain": _quantized_shortcut_chain,
     "quantized_linear": _quantized(_linear),
     "qkv_linear": _qkv_linear,
+    "row_moments": _row_moments,
+    "linear_moments": _linear_moments,
+    "normed_linear": _normed_linear,
     "token_linear": _token_linear,
     "attention": _attention,
     "attention_bias": _bias,

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from max.dtype import DType
 
 from maxvision.common.errors import ModelError
 from maxvision.graphs import passes
+from maxvision.graphs.arrange import rounded
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import EVALUATE, Constants
 from maxvision.graphs.net import Net, Value
@@ -221,6 +223,83 @@ def test_every_op_at_load_is_known_to_the_program() -> None:
     from maxvision.graphs.shapes import OPS
 
     assert set(EVALUATE) <= set(OPS)
+
+
+# --- norms that are part of linear layers -----------------------------------------------------
+
+
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def multiplied(weight: np.ndarray, norm: np.ndarray, to: str) -> np.ndarray:
+    """Gives what ``norm_filter`` computes, and checks that it is float32."""
+    found = np.asarray(EVALUATE["norm_filter"](weight, norm, to=to))
+    assert found.dtype == np.float32 and found.shape == weight.shape
+    return found
+
+
+def bits(array: np.ndarray, to: str) -> np.ndarray:
+    """Gives the bits of what a model loads in place of an array."""
+    with np.errstate(over="ignore"):
+        return np.asarray(rounded(array, DType[to])).view(np.uint16)
+
+
+@pytest.mark.parametrize("stored", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("to", HALVES)
+def test_a_norms_weight_is_multiplied_in_and_rounded_as_it_is_loaded(to: str, stored: type) -> None:
+    rng = np.random.default_rng(0)
+    weight, norm = rng.standard_normal((70, 96)), rng.standard_normal(96)
+    weight, norm = weight.astype(stored), norm.astype(stored)
+    found = multiplied(weight, norm, to)
+    exact = (weight.astype(np.float64) * norm).astype(np.float32)
+    np.testing.assert_array_equal(bits(found, to), bits(exact, to))
+    # It is rounded already: what is loaded is what was added up.
+    np.testing.assert_array_equal(torch.from_numpy(found).to(HALVES[to]).float(), found)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("to", HALVES)
+def test_halves_go_to_even_and_what_is_too_large_is_infinite(to: str) -> None:
+    ulp, least, most = (float(getattr(torch.finfo(HALVES[to]), n)) for n in ("eps", "tiny", "max"))
+    numbers = [1 + i * ulp / 2 for i in range(8)]  # every other one a half
+    numbers += [0.0, -0.0, least, least / 2, most, most * (1 + ulp / 8), most * (1 + 0.3 * ulp)]
+    numbers += [np.inf, 1 + ulp / 2 + 2**-23, 1 + ulp / 2 - 2**-23]
+    row = np.array([[*numbers, *(-x for x in numbers), np.nan]], np.float32)
+    found = multiplied(row, np.ones(row.size), to)
+    wanted = torch.from_numpy(row).to(HALVES[to]).float().numpy()
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(np.signbit(found[0, :-1]), np.signbit(wanted[0, :-1]))
+    np.testing.assert_array_equal(bits(found[:, :-1], to), bits(row[:, :-1], to))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("to", HALVES)
+def test_weights_beyond_float32_are_infinite_without_a_warning(to: str) -> None:
+    weight = np.array([[1e30, -1e30, 1e30, np.inf]], np.float32)
+    found = multiplied(weight, np.array([1e10, 1e10, np.nan, 0], np.float32), to)
+    np.testing.assert_array_equal(found, np.array([[np.inf, -np.inf, np.nan, np.nan]], np.float32))
+    assert not np.isfinite(EVALUATE["filter_sums"](found)).any()
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize("to", HALVES)
+def test_a_norm_in_front_of_a_layer_is_in_its_weights(to: str, bias: bool) -> None:
+    net = Net("layers")
+    x = net.input("x", (BATCH, 5, 64), to)
+    x = x + net.linear(net.relu(x), "before", 64)
+    net.output("y", net.linear(net.layer_norm(x, "norm"), "behind", 24, bias=bias))
+    program = passes.run(net.program(), Backend("cuda", to, architecture="sm_90a"))
+    tensors, constants = drawn(program), Constants(program, drawn(program))
+    (node,) = (node for node in program.nodes if node.op == "normed_linear")
+    _, _, filters, shift, sums = (constants.get(name) for name in node.inputs)
+    wide = {name: value.astype(np.float64) for name, value in tensors.items()}
+    exact = wide["behind.weight"] * wide["norm.weight"]
+    np.testing.assert_array_equal(bits(filters, to), bits(exact.astype(np.float32), to))
+    np.testing.assert_array_equal(sums, filters.sum(1, dtype=np.float64).astype(np.float32))
+    moved = wide["behind.weight"] @ wide["norm.bias"] + wide.get("behind.bias", 0)
+    np.testing.assert_allclose(shift, moved, 1e-6, 1e-6)
+    for name, value in zip(node.inputs[2:], (filters, shift, sums), strict=True):
+        assert value.dtype == np.float32 and value.shape == program.types[name].shape
 
 
 # --- when it is computed ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from max.driver import CPU, Buffer
 from max.dtype import DType
 from max.engine import InferenceSession
@@ -304,7 +305,7 @@ def test_the_variants_run_every_op_of_a_cpu() -> None:
     ran = {node.op for final in daily for node in final.nodes if not node.at_load}
     gpu = {"conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
     gpu |= {"token_linear", "quantized_conv2d_chain", "quantized_conv2d_shortcut"}
-    gpu |= {"quantized_conv2d_shortcut_chain"}
+    gpu |= {"quantized_conv2d_shortcut_chain", "row_moments", "linear_moments", "normed_linear"}
     assert ran | set(ELEMENTWISE) == set(EMIT) - gpu  # tests/ops has those that differ in a word
     assert set(OTHERS) <= ran
 
@@ -312,6 +313,7 @@ def test_the_variants_run_every_op_of_a_cpu() -> None:
 def test_every_op_that_is_no_weights_can_be_lowered() -> None:
     at_load = {"batch_norm_scale", "batch_norm_shift", "scale_filter"}
     at_load |= {"bytes_mean", "bytes_scale", "fake_quantize_filter", "full"}
+    at_load |= {"norm_filter", "norm_shift", "filter_sums"}
     assert set(EMIT) == set(OPS) - at_load
 
 
@@ -323,15 +325,13 @@ def layer_of_values(net: Net, x: Value) -> None:
     net.output("dx", net.op("matmul", [y, w]))
 
 
-def on_hopper(network: Any, *shape: int) -> list[tuple[str, str]]:
-    """Lists the ops of a graph for Hopper whose weights are values: names, and as written."""
-    gpu, on = DeviceRef.GPU(), Backend("cuda", "float32", architecture="sm_90a")
-    final = passes.run(nets.program(network, *shape), on)
+def on_hopper(network: Any, *shape: int, dtype: str = "float32") -> list[tuple[str, str]]:
+    """Lists the ops of a graph for Hopper: names, and as written; its weights may be values."""
+    gpu, on = DeviceRef.GPU(), Backend("cuda", dtype, architecture="sm_90a")
+    final = passes.run(nets.program(network, *shape).retyped({"x": dtype}), on)
     types = [TensorType(DType[t.dtype], dims(t.shape), gpu) for t in final.inputs.values()]
     with Graph("values", input_types=types, kernel_library=Unchecked()) as graph:
-        graph.output(
-            *emit(final, [x.tensor for x in graph.inputs], bind([final], {}, gpu, "float32"))
-        )
+        graph.output(*emit(final, [x.tensor for x in graph.inputs], bind([final], {}, gpu, dtype)))
     lines = [line for line in str(graph).splitlines() if "symbol = " in line]
     return [(re.findall(r'symbol = "(\w+)"', line)[0], line) for line in lines]
 
@@ -361,6 +361,39 @@ def test_kernels_are_compiled_for_windows_and_for_the_rows_that_there_are() -> N
 
     assert told("conv2d", "windows") == [False, True]
     assert sorted(told("bmm", "few")) == [False, False, True]
+
+
+def around_a_norm(net: Net, x: Value) -> Value:
+    """A residual that is normed for another layer, as between the halves of a transformer."""
+    x = x + net.linear(net.relu(x), "proj", 32)
+    return net.gelu(net.linear(net.layer_norm(x, "norm", 1e-6), "fc1", 40))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_weights_of_a_norm_are_in_those_of_the_layer_behind(dtype: str) -> None:
+    (_, _), (first, _), (second, line) = on_hopper(around_a_norm, 5, 32, dtype=dtype)
+    assert (first, second) == ("linear_moments", "normed_linear")
+    assert 'epilogue = "gelu"' in line
+    gpu, on = DeviceRef.GPU(), Backend("cuda", dtype, architecture="sm_90a")
+    final = passes.run(nets.program(around_a_norm, 5, 32).retyped({"x": dtype}), on)
+    tensors = weights(final)
+    bound = bind([final], tensors, gpu, dtype)
+    (node,) = (node for node in final.nodes if node.op == "normed_linear")
+    _, _, weight, bias, sums = node.inputs
+    with Graph("values", input_types=[]):
+        filter, _ = bound.layer(weight, bias), bound.vector(sums)
+    assert filter.shape == (1, 1, 32, 40)
+    found = {name: each.array() for name, each in bound.bound.items()}
+    rows = torch.from_numpy(found[weight])
+    if dtype == "bfloat16":  # of which numpy has the bits
+        rows = rows.view(torch.bfloat16)
+    rows = rows.double().reshape(40, 32)
+    exact = {name: torch.from_numpy(each).double() for name, each in tensors.items()}
+    wanted = exact["fc1.weight"] * exact["norm.weight"]
+    assert torch.equal(rows, wanted.float().to(getattr(torch, dtype)).double())
+    np.testing.assert_array_equal(found[sums], rows.sum(1).float())
+    shift = exact["fc1.weight"] @ exact["norm.bias"] + exact["fc1.bias"]
+    np.testing.assert_allclose(found[bias], shift.float(), 1e-6, 1e-6)
 
 
 def depthwise_of_values(net: Net, x: Value) -> None:

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from max.dtype import DType
 
 from maxvision.common.errors import ArgumentError
-from maxvision.graphs import passes
+from maxvision.graphs import passes, shapes
 from maxvision.graphs.arrange import CHAINS, MLPS, is_aligned
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.cvt import CVTS
 from maxvision.graphs.elementwise import MOST_RESULTS, most_members
 from maxvision.graphs.net import Net, Value
-from maxvision.graphs.passes import PASSES, align, foreach, fuse
+from maxvision.graphs.passes import PASSES, align, foreach, fuse, norms
 from maxvision.graphs.pixels import from_pixels
-from maxvision.graphs.program import Program
+from maxvision.graphs.program import Node, Program
 from maxvision.graphs.resnet import RESNETS
 from maxvision.graphs.types import BATCH
 from tests.graphs import nets
@@ -33,7 +33,7 @@ from tests.graphs.interpret import inputs, interpret, weights
 
 CPU, CUDA, HIP = Backend("cpu", "float32"), Backend("cuda", "bfloat16"), Backend("hip", "float16")
 HOPPER = Backend("cuda", "bfloat16", architecture="sm_90a")
-HOPPER32 = replace(HOPPER, dtype="float32")
+HOPPER16, HOPPER32 = (replace(HOPPER, dtype=each) for each in ("float16", "float32"))
 BACKENDS = {"cpu": CPU, "cuda": CUDA, "hip": HIP}
 Write = Callable[[Net, Value], Any]
 
@@ -104,12 +104,22 @@ def test_with_all_passes_left_out_nothing_changes() -> None:
     assert passes.run(program, CUDA, set(PASSES)) == program
 
 
+def has_weights(program: Program, node: Node, on: Backend) -> bool:
+    """``norms._has_weights`` of any sizes."""
+    kinds = {program.types[value].dtype for value in (node.inputs[0], node.output)}
+    constant = program.constants.issuperset(filter(None, node.inputs[1:3]))
+    return kinds == {on.dtype} and constant and not node.at_load and not node.dtype
+
+
 @pytest.fixture
 def any_width() -> Iterator[None]:
     """Lets kernels of few widths take the small ones of random networks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fuse, "CHAINS", tuple((c, f) for c in (2, 4, 6) for f in (2, 4, 6)))
-        patch.setattr(fuse, "MLPS", (2, 4, 6))
+        patch.setattr(norms, "MLPS", (2, 6))
+        for module in (norms, shapes):
+            patch.setattr(module, "MOMENTS", 2)
+        patch.setattr(norms, "_has_weights", has_weights)
         patch.setattr(fuse, "has_stem", lambda shape, stride, alone=False: True)
         patch.setattr(fuse, "has_squeeze", lambda channels, hidden, on_cpu: True)
         patch.setattr(align, "LEAST", 2)
@@ -149,7 +159,7 @@ def test_random_networks_meet_every_op(any_width: None) -> None:
     fused = {
         "attention", "layernorm_first", "class_token", "qkv_linear", "depthwise_qkv",
         "conv2d_shortcut", "conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm",
-        "stem_conv2d", "squeeze_excite",
+        "stem_conv2d", "squeeze_excite", "row_moments", "linear_moments", "normed_linear",
     }  # fmt: skip
     assert fused <= set(found)
 
@@ -363,8 +373,10 @@ def links(
 
 
 def mlp(net: Net, x: Value, *, between: str = "gelu", seen: str = "", **rest: Any) -> Value:
-    """Adds an MLP with its norm to tokens."""
+    """Adds an MLP with its norm to tokens, which a layer may have been added to."""
     c = x.size(-1)
+    if rest.get("measured"):
+        x = x + net.linear(net.relu(x), "proj", c)
     y = net.layer_norm(x, "norm")
     if seen == "norm":
         net.output("seen", net.relu(y))
@@ -374,7 +386,66 @@ def mlp(net: Net, x: Value, *, between: str = "gelu", seen: str = "", **rest: An
     y = net.linear(y, "fc2", c)
     if rest.get("elsewhere"):
         return net.relu(x) + y
-    return y + x if rest.get("flip") else x + y
+    y = y + x if rest.get("flip") else x + y
+    return net.relu(y) if rest.get("relu") else y
+
+
+def around_a_norm(
+    net: Net, x: Value, *names: str, k: int = 24, f: int = 40, bias: bool = True, end: str = "gelu",
+    eps: float = 1e-5, between: str = "add", added: bool = False, seen: str = "",
+    computed: str = "",
+) -> Value:  # fmt: skip
+    """Adds what a linear layer gives to x, norms the sum, and multiplies that by other layers.
+
+    Args:
+        net: The network.
+        x: Of [..., C].
+        names: Of the layers behind the norm; one if none are given.
+        k: Channels of the layer before it.
+        f: Filters of those behind it.
+        bias: Whether layers have one.
+        end: The op behind those.
+        eps: Of the norm.
+        between: ``add``; or another op of both, or of the sum; nothing for none.
+        added: Whether the results of those behind are added to the sum.
+        seen: What is an output as well: ``sum`` or ``norm``; or an op of the norm.
+        computed: Whose weight is computed of values: ``proj``, ``norm`` or a layer behind it.
+    """
+
+    def weight(name: str, of: Value, *shape: int) -> Value:
+        w = net.weight(f"{name}.weight", *shape)
+        if name != computed:
+            return w
+        return w + net.op("mean", [of], axes=(*range(len(of.shape) - 1),))
+
+    def linear(z: Value, name: str, filters: int, of: Value) -> Value:
+        given = [weight(name, of, filters, of.size(-1))]
+        given += [net.weight(f"{name}.bias", filters)] if bias else []
+        return net.op("linear", [z, *given], name)
+
+    c, y = x.size(-1), net.relu(net.linear(x, "into", k))
+    y = linear(y, "proj", c, y)
+    if between in ("add", "mul"):
+        y = net.op(between, [x, y])
+    elif between:
+        y = net.op(between, [x + y])
+    if seen == "sum":
+        net.output("sum", y)
+    parts = [weight("norm", y, c), net.weight("norm.bias", c)]
+    z = net.op("layer_norm", [y, *parts], "norm", eps=eps)
+    if seen not in ("", "sum"):
+        net.output("seen", z if seen == "norm" else net.op(seen, [z]))
+    for name in names or ("fc1",):
+        found = linear(z, name, f, y)
+        net.output(name, y + found if added else net.op(end, [found]))
+    return net.op("tanh", [y])
+
+
+def two_norms(net: Net, x: Value) -> None:
+    """Norms a sum twice, for a layer each."""
+    x = x + net.linear(net.relu(x), "proj", x.size(-1))
+    for i in range(2):
+        net.output(f"y{i}", net.linear(net.layer_norm(x, f"{i}.norm"), f"{i}.fc", 8))
 
 
 def across(net: Net, x: Value, f: int = 9, **rest: Any) -> Value:
@@ -1059,10 +1130,21 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "depthwise", CPU, lambda n, x: projections(n, x, padding=0, stride=1), (12, 4),
         "layer_norm reshape reshape reshape reshape conv2d conv2d conv2d -> depthwise_qkv",
     ),
-    "an MLP": ("mlp", HIP, mlp, (3, 64), "layer_norm linear linear -> layernorm_mlp"),
-    "an MLP, swapped, without a bias": (
-        "mlp", CUDA, lambda n, x: mlp(n, x, flip=True, bias=False), (3, 192),
-        "layer_norm linear linear -> layernorm_mlp",
+    "an MLP": ("mlp", HOPPER, mlp, (3, 64), "normed_linear linear -> layernorm_mlp"),
+    "an MLP in float16, swapped, without a bias": (
+        "mlp", HOPPER16, lambda n, x: mlp(n, x, flip=True, bias=False), (3, 192),
+        "normed_linear linear -> layernorm_mlp",
+    ),
+    "an MLP behind a layer that measures": (
+        "mlp", HOPPER, lambda n, x: mlp(n, x, measured=True), (3, 64),
+        "normed_linear linear -> layernorm_mlp",
+    ),
+    "a norm before an MLP that will be one op": (
+        "norms", HOPPER, mlp, (3, 192), "layer_norm linear -> row_moments normed_linear",
+    ),
+    "a norm between a layer and an MLP that will be one op": (
+        "norms", HOPPER, lambda n, x: mlp(n, x, measured=True), (3, 192),
+        "layer_norm linear linear -> linear_moments normed_linear",
     ),
     "mixed tokens of an odd number": (
         "align", HOPPER, lambda n, x: nets.mixer(n, x, 12), (3, 36, 36), "reshape -> pad slice",
@@ -1087,6 +1169,41 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
     ),
     "tokens of a third axis, which are weighed by channel": (
         "channels_last", HOPPER, across, (9, 16), "permute permute linear -> token_linear",
+    ),
+    "a norm between linear layers": (
+        "norms", HOPPER, around_a_norm, (5, 32),
+        "linear layer_norm linear -> linear_moments normed_linear",
+    ),
+    "a norm between linear layers in float16, without biases": (
+        "norms", HOPPER16,
+        lambda n, x: around_a_norm(n, x, bias=False, eps=1e-3, end="exp"), (5, 64),
+        "linear layer_norm linear -> linear_moments normed_linear",
+    ),
+    "a norm that two layers read": (
+        "norms", HOPPER, lambda n, x: around_a_norm(n, x, "gate", "up", end="silu"), (5, 96),
+        "linear layer_norm linear linear -> linear_moments normed_linear normed_linear",
+    ),
+    "a norm of images that three layers read, and a sum that is an output": (
+        "norms", HOPPER, lambda n, x: around_a_norm(n, x, *"qkv", seen="sum"), (3, 5, 32),
+        "linear layer_norm linear linear linear"
+        " -> linear_moments normed_linear normed_linear normed_linear",
+    ),
+    "a norm of one row an image, behind the longest of products": (
+        "norms", HOPPER, lambda n, x: around_a_norm(n, x, k=1024), (32,),
+        "linear layer_norm linear -> linear_moments normed_linear",
+    ),
+    "a norm between linear layers whose weights are computed at load": (
+        "norms", HOPPER,
+        lambda n, x: n.op("linear", [
+            n.op("layer_norm", [
+                x + n.op("linear", [n.relu(x), n.relu(n.weight("a", 32, 32))]),
+                n.relu(n.weight("b", 32)), n.relu(n.weight("c", 32)),
+            ]), n.relu(n.weight("d", 8, 32)), n.relu(n.weight("e", 8)),
+        ]), (5, 32), "linear layer_norm linear -> linear_moments normed_linear",
+    ),
+    "two norms of a sum, of which one is part of layers": (
+        "norms", HOPPER, two_norms, (5, 32),
+        "linear layer_norm linear -> linear_moments normed_linear",
     ),
     "an odd axis and hidden layers, which need no pad": (
         "align", HOPPER, mixed, (4, 100), "-> pad slice",
@@ -1674,17 +1791,32 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     "depthwise: an AMD GPU": ("depthwise", HIP, projections, (12, 8)),
     "depthwise: an odd width": ("depthwise", CUDA, projections, (12, 12)),
     "depthwise: sparse": ("depthwise", *with_format(projections, "k"), (12, 4)),
-    "mlp: a CPU": ("mlp", CPU, mlp, (3, 64)),
-    "mlp: another width": ("mlp", CUDA, mlp, (3, 128)),
-    "mlp: no tokens": ("mlp", CUDA, mlp, (2, 3, 64)),
-    "mlp: sparse": ("mlp", *with_format(mlp, "fc2", backend=CUDA), (3, 64)),
     **{
-        f"mlp: {why}": ("mlp", CUDA, lambda n, x, rest=rest: mlp(n, x, **rest), (3, 64))
-        for why, rest in {
-            "relu": {"between": "relu"}, "another reads the norm": {"seen": "norm"},
-            "the hidden layer is an output": {"seen": "hidden"},
-            "another residual": {"elsewhere": True},
+        f"mlp: {why}": ("mlp", backend, mlp, (3, 64))
+        for why, backend in {
+            "a CPU": CPU, "no Hopper": CUDA, "AMD": HIP, "float32": HOPPER32,
+            "a sparse layer": replace(HOPPER, formats={"fc1": "steps"}),
         }.items()
+    },
+    **{
+        f"{name}: {why}": (
+            name, on, lambda n, x, name=name, rest=rest: mlp(n, x, **{
+                "measured": name == "mlp", **rest
+            }), shape,
+        )
+        for name in ("norms", "mlp")
+        for why, on, shape, rest in (
+            ("an MLP of another width", HOPPER, (3, 128), {}),
+            ("an MLP of images", HOPPER, (2, 64, 64), {}),
+            ("an MLP of one row an image", HOPPER, (64,), {}),
+            ("an MLP with an activation behind it", HOPPER, (3, 64), {"relu": True}),
+            ("an MLP whose second layer is sparse", replace(HOPPER, formats={"fc2": "steps"}),
+             (3, 64), {}),
+            ("an MLP of relu", HOPPER, (3, 64), {"between": "relu"}),
+            ("an MLP whose norm another op reads", HOPPER, (3, 64), {"seen": "norm"}),
+            ("an MLP whose hidden layer is an output", HOPPER, (3, 64), {"seen": "hidden"}),
+            ("an MLP of another residual", HOPPER, (3, 64), {"elsewhere": True}),
+        )
     },
     **{
         f"align: {why}": ("align", backend, mixed, (4, 100))
@@ -1729,6 +1861,46 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     ),
     "align: a hidden layer of one row an image": (
         "align", HOPPER, lambda n, x: n.linear(n.relu(n.linear(x, "a", 100)), "b", 8), (96,),
+    ),
+    **{
+        f"norms: {why}": ("norms", backend, around_a_norm, (5, 32))
+        for why, backend in {
+            "a CPU": CPU, "no Hopper": CUDA, "AMD": HIP, "float32": HOPPER32,
+            "an older GPU": replace(HOPPER, architecture="sm_89"),
+            "a newer GPU": replace(HOPPER, architecture="sm_100a"),
+            "a sparse layer before it": replace(HOPPER, formats={"proj": "steps"}),
+            "a sparse layer behind it": replace(HOPPER, formats={"fc1": "steps"}),
+        }.items()
+    },
+    **{
+        f"norms: {why}": (
+            "norms", HOPPER, lambda n, x, rest=rest: around_a_norm(n, x, *"ab", **rest), (5, 32)
+        )
+        for why, rest in {
+            "the norm is an output": {"seen": "norm"},
+            "another op reads the norm": {"seen": "exp"},
+            "nothing is added before it": {"between": ""},
+            "what is before it is multiplied": {"between": "mul"},
+            "an activation before it": {"between": "relu"},
+            "another op before it": {"between": "softmax"},
+            "something is added behind it": {"added": True, "f": 32},
+            "a product that clusters share": {"k": 1032},
+            "an odd product before it": {"k": 20},
+            "an odd product behind it": {"f": 36},
+            "a weight before it is computed": {"computed": "proj"},
+            "its weight is computed": {"computed": "norm"},
+            "one of two weights behind it is computed": {"computed": "b"},
+        }.items()
+    },
+    "norms: groups of columns that are not whole": ("norms", HOPPER, around_a_norm, (5, 48)),
+    "norms: of what comes in": (
+        "norms", HOPPER, lambda n, x: n.linear(n.layer_norm(x, "norm"), "a", 8), (5, 32),
+    ),
+    "norms: it is added behind a layer of its own": (
+        "norms", HOPPER,
+        lambda n, x: (
+            y := n.layer_norm(x + n.linear(n.relu(x), "a", 32), "norm")
+        ) + n.linear(y, "b", 32), (5, 32),
     ),
     "align: sparse": (
         "align", replace(HOPPER, formats={f"{i}.fc{j}": "steps" for i in range(3) for j in (1, 2)}),
@@ -1982,6 +2154,77 @@ def test_layers_that_are_kept_in_float32_are_not_padded() -> None:
     assert ops(final)["pad"] == 0 and ops(final)["linear"] == 6
 
 
+# --- norms between linear layers -----------------------------------------------------------------
+
+
+def pre_norm(net: Net, x: Value, blocks: int = 2) -> Value:
+    """Attends to tokens by one layer for query, key and value, and has an MLP, as timm's ViT."""
+    for i in range(blocks):
+        with net.at(i):
+            x = x + net.linear(packed(net, net.layer_norm(x, "norm1", 1e-6)), "proj", x.size(2))
+            y = net.gelu(net.linear(net.layer_norm(x, "norm2", 1e-6), "fc1", 2 * x.size(2)))
+            x = x + net.linear(y, "fc2", x.size(2))
+    first = net.reshape(net.slice(x, 1, 0, 1), BATCH, x.size(2))
+    return net.linear(net.layer_norm(first, "norm"), "head", 8)
+
+
+def test_norms_of_a_transformer_are_part_of_its_layers() -> None:
+    program = nets.program(pre_norm, 5, 32).retyped({"x": "bfloat16"})
+    final = kept(program, HOPPER)
+    measured = [node for node in final.nodes if node.op == "linear_moments"]
+    normed = [node for node in final.nodes if node.op == "normed_linear"]
+    assert [node.layers for node in measured] == [("0.proj",), ("1.proj",)]
+    assert [(node.layers, node.attributes) for node in normed] == [
+        ((f"{i}.norm2", f"{i}.fc1"), {"eps": 1e-6, "epilogue": "gelu"}) for i in range(2)
+    ]
+    for before, behind in zip(measured, normed, strict=True):
+        assert behind.inputs[:2] == before.outputs
+        assert final.types[before.outputs[1]] == ((BATCH, 5, 1, 2), "float32")
+    assert ops(final)["qkv_linear"] == ops(final)["layer_norm"] == 2  # those before qkv
+    kept(final, HOPPER)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_norms_between_layers_are_part_of_them_after_any_passes(seed: int) -> None:
+    """Residual layers with their norms at random, by passes in an order of chance."""
+    draw = random.Random(seed)
+
+    def write(net: Net, x: Value) -> Value:
+        for i in range(3):
+            with net.at(i):
+                y = net.layer_norm(x, "norm", draw.choice([1e-5, 1e-6, 0.1]))
+                names = "abc"[: draw.randint(1, 3)]
+                bias = draw.random() < 0.5
+                parts = [net.linear(y, name, draw.choice([32, 40]), bias=bias) for name in names]
+                ends = [net.op(draw.choice(["gelu", "silu", "relu", "tanh"]), [z]) for z in parts]
+                y = net.concat(ends, 2) if len(ends) > 1 else ends[0]
+                y = net.linear(y, "out", x.size(2), bias=draw.random() < 0.5)
+                y = net.op("mul", [y, net.weight("scale", x.size(2))]) if i % 2 else y
+                x = x + y if draw.random() < 0.5 else y + x
+                if draw.random() < 0.2:
+                    net.output(f"seen {i}", x)
+        return net.relu(net.linear(net.layer_norm(x, "norm"), "head", 8))
+
+    order = draw.sample([*PASSES], len(PASSES)) if seed % 2 else list(PASSES)
+    on = replace(HOPPER, dtype=draw.choice(["bfloat16", "float16"]))
+    program = nets.program(write, 3, draw.choice([32, 96, 128])).retyped({"x": on.dtype})
+    found = ops(kept(program, on, order))
+    if not seed % 2:
+        assert found["linear_moments"] == 3
+        assert found["normed_linear"] == ops(program)["linear"] - found["linear"] - 3 >= 3
+        kept(kept(program, on), on)
+
+
+@pytest.mark.parametrize("layer", ["proj", "norm", "fc1"])
+def test_norms_and_layers_that_are_kept_in_float32_stay(layer: str) -> None:
+    plain = nets.program(around_a_norm, 5, 32)
+    half = plain.retyped({"x": "bfloat16"})
+    part = plain.kept([layer]).retyped({"x": "bfloat16"})
+    for program, count in ((half, 1), (part, 0), (plain, 0)):
+        final = kept(program, HOPPER)
+        assert ops(final)["linear_moments"] == ops(final)["normed_linear"] == count
+
+
 # --- sparse layers, and pixels -------------------------------------------------------------------
 
 
@@ -2169,11 +2412,20 @@ def test_resnet_50_on_a_cpu() -> None:
 def test_cvt_13_on_nvidia() -> None:
     found = counted("cvt", CVTS["cvt-13"], CUDA)
     assert found == {
-        "stem_layernorm": 1, "conv2d": 2, "layer_norm": 2 + 10, "depthwise_qkv": 13,
-        "qkv_linear": 13, "attention": 13, "layernorm_mlp": 3, "linear": 13 + 2 * 10 + 1,
-        "class_token": 1, "layernorm_first": 1, "reshape": found["reshape"],
+        "stem_layernorm": 1, "conv2d": 2, "layer_norm": 2 + 13, "depthwise_qkv": 13,
+        "qkv_linear": 13, "attention": 13, "linear": 13 + 2 * 13 + 1, "class_token": 1,
+        "layernorm_first": 1, "reshape": found["reshape"],
     }  # fmt: skip
     assert found["reshape"] == 5  # images to tokens, and back twice: nothing is permuted
+
+
+def test_cvt_13_on_hopper() -> None:
+    found = counted("cvt", CVTS["cvt-13"], HOPPER)
+    assert found == {
+        "stem_layernorm": 1, "conv2d": 2, "layer_norm": 2, "depthwise_qkv": 13, "qkv_linear": 13,
+        "attention": 13, "layernorm_mlp": 3, "linear_moments": 13, "normed_linear": 10,
+        "linear": 10 + 1, "class_token": 1, "layernorm_first": 1, "reshape": found["reshape"],
+    }  # fmt: skip
 
 
 # --- --passes ------------------------------------------------------------------------------------

@@ -31,10 +31,12 @@ from max.graph import (
 
 from maxvision.bench.tf32 import RoundedProducts
 from maxvision.graphs import nodes, passes
+from maxvision.graphs.constants import Constants
 from maxvision.graphs.elementwise import BETWEEN, activation, joining, values_of
-from maxvision.graphs.lower import backend, emit
+from maxvision.graphs.lower import Canonical, backend, emit
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters, wide
+from maxvision.graphs.program import Program
 from maxvision.graphs.quantize import Float8, Grid
 from maxvision.graphs.shapes import sides
 from maxvision.graphs.types import FLOAT8
@@ -1276,14 +1278,32 @@ def rewritten(write: Callable[..., Sequence[Value]], axis: int) -> Callable[...,
         for i, y in enumerate(write(net, *values)):
             net.output(f"y{i}", net.permute(y, 0, 2, 3, 1) if len(y.shape) == 4 else y)
         program = passes.run(net.program(), backend(w.device, w.dtype.name))
+        w.tensors = {**w.tensors, **at_load(program, w)}
         outputs = emit(program, inputs, w)
         return outputs[0] if len(outputs) == 1 else ops.concat(outputs, axis=axis)
 
     return build
 
 
+def at_load(program: Program, w: Parameters) -> dict[str, np.ndarray]:
+    """Computes what a program makes of its weights when it loads, as ``Parameters`` takes it."""
+    early = [node for node in program.nodes if node.at_load]
+    plain = {}
+    for name, of in program.weights.items() if early else ():
+        array = w.tensors[w.prefix + name]
+        axes = {2: (1, 0), 4: (3, 2, 0, 1)}.get(array.ndim, range(array.ndim))
+        plain[name] = array.transpose(*axes).reshape([int(size) for size in of.shape])
+    made = Canonical(Constants(program, plain), program)
+    return {w.prefix + value: made[value] for node in early for value in node.outputs}
+
+
 def to_first(x: Value) -> Value:
     return x.net.permute(x, 0, 3, 1, 2)
+
+
+def to_last(x: Value) -> Value:
+    """Puts the channels of images last."""
+    return x.net.permute(x, 0, 2, 3, 1) if len(x.shape) == 4 else x
 
 
 def stem(
@@ -1574,21 +1594,80 @@ def chained(name: str, size: tuple[int, int], c: int, k: int, f: int) -> Case:
     return Case(name, [(*size, c), (*size, k)], weights, rewritten(write, 3), reference)
 
 
-def mlp(name: str, tokens: int, c: int, k: int) -> Case:
-    """Makes a case of layernorm_mlp on [tokens, c]."""
+def mlp(name: str, tokens: int, c: int, k: int, *, measured: bool = False) -> Case:
+    """Makes a case of layernorm_mlp on [tokens, c]; ``measured``: a layer makes them and adds x."""
     weights: dict[str, Shape] = {"norm.weight": (c,), "norm.bias": (c,)}
     weights |= {"fc1.weight": (c, k), "fc1.bias": (k,), "fc2.weight": (k, c), "fc2.bias": (c,)}
+    weights |= {"proj.weight": (c, c), "proj.bias": (c,)} if measured else {}
 
     def write(net: Net, x: Value) -> list[Value]:
+        x = x + net.linear(x, "proj", c) if measured else x
         h = net.gelu(net.linear(net.layer_norm(x, "norm"), "fc1", k))
         return [x + net.linear(h, "fc2", c)]
 
     def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if measured:
+            x = x + x @ w["proj.weight"] + w["proj.bias"].to(x)
         y = F.layer_norm(x, (c,), w["norm.weight"].to(x), w["norm.bias"].to(x))
         h = F.gelu(y @ w["fc1.weight"] + w["fc1.bias"].to(x))
         return x + h @ w["fc2.weight"] + w["fc2.bias"].to(x)
 
-    return Case(name, [(tokens, c)], weights, rewritten(write, 1), reference)
+    return Case(name, [(tokens, c)], weights, rewritten(write, 1), reference, _halved)
+
+
+def around_norm(
+    name: str, size: Shape, k: int, c: int, *filters: int, then: str = "none", bias: bool = True,
+    mean: float = 0.0, whole: bool = False,
+) -> Case:  # fmt: skip
+    """Makes a case of linear_moments, and of normed_linear for each number of filters.
+
+    Args:
+        name: Of the case.
+        size: Of tokens, or of an image.
+        k: Channels of what the first layer reads.
+        c: Channels of what is added to its result.
+        filters: Of each layer that reads the norm of the sum; results are side by side.
+        then: What these end with.
+        bias: Whether the layers have one.
+        mean: Of what is added, about.
+        whole: Whether the sum is a result, too.
+    """
+    layers = {f"{i}": (c, f) for i, f in enumerate(filters)}
+    weights: dict[str, Shape] = {"norm.weight": (c,), "norm.bias": (c,)}
+    for layer, shape in {"proj": (k, c), **layers}.items():
+        weights |= {f"{layer}.weight": shape, **({f"{layer}.bias": shape[1:]} if bias else {})}
+    words = activation(then)
+
+    def write(net: Net, *inputs: Value) -> list[Value]:
+        x, residual = (to_last(value) for value in inputs)
+        y = residual + net.linear(x, "proj", c, bias=bias)
+        z = net.layer_norm(y, "norm", 1e-6)
+        ends = [net.linear(z, name, f, bias=bias) for name, (_, f) in layers.items()]
+        ends = [net.op(words, [end]) if words else end for end in ends]
+        return [to_first(y) if len(size) == 2 else y for y in ([y] if whole else []) + ends]
+
+    def linear(w: dict[str, torch.Tensor], x: torch.Tensor, layer: str) -> torch.Tensor:
+        y = x @ w[f"{layer}.weight"]
+        return y + w[f"{layer}.bias"].to(x) if bias else y
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y = y + linear(w, x, "proj")
+        z = F.layer_norm(y, (c,), w["norm.weight"].to(x), w["norm.bias"].to(x), 1e-6)
+        ends = [epilogue(linear(w, z, layer), then) for layer in layers]
+        return torch.cat([y, *ends] if whole else ends, -1)
+
+    def change(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        inputs[1] += np.float32(mean)
+        _halved(inputs, weights)
+
+    inputs = [(*size, k), (*size, c)]
+    return Case(name, inputs, weights, rewritten(write, len(size) + 1), reference, change)
+
+
+def _halved(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+    """Rounds weights, so that all dtypes have them, and their products are rounded once."""
+    for name, weight in weights.items():
+        weights[name] = torch.from_numpy(weight).bfloat16().float().numpy()
 
 
 def gated(size: tuple[int, int], c: int, k: int, act: str, gate: str, then: str = "none") -> Case:
@@ -1849,11 +1928,6 @@ CASES = [
     chained("conv2d_chain streams", (93, 92), 128, 512, 128),
     chained("conv2d_chain few", (5, 3), 128, 72, 128),
     chained("conv2d_chain odd", (5, 5), 12, 20, 7),
-    mlp("layernorm_mlp", 8500, 64, 256),
-    mlp("layernorm_mlp 192", 8500, 192, 768),
-    mlp("layernorm_mlp few", 50, 192, 768),
-    mlp("layernorm_mlp narrow", 8300, 64, 72),
-    mlp("layernorm_mlp odd", 9, 12, 20),
     gated((14, 14), 240, 10, "silu", "sigmoid"),
     gated((7, 7), 1152, 48, "silu", "sigmoid"),
     gated((7, 7), 1088, 272, "silu", "sigmoid"),
@@ -2235,6 +2309,25 @@ ON_GPU = [
 ]
 """What a CPU puts together of other ops; there tests/graphs/test_lower.py checks it."""
 ON_HOPPER = [
+    mlp("layernorm_mlp", 8500, 64, 256),
+    mlp("layernorm_mlp 192", 8500, 192, 768),
+    mlp("layernorm_mlp few", 50, 192, 768),
+    mlp("layernorm_mlp narrow", 8300, 64, 72),
+    mlp("layernorm_mlp behind a layer", 8500, 64, 256, measured=True),
+    mlp("layernorm_mlp few behind a layer", 50, 192, 768, measured=True),
+    around_norm("normed_linear gelu", (13,), 384, 384, 1536, then="gelu"),
+    around_norm("normed_linear", (197,), 384, 384, 384, mean=3.0),
+    around_norm("normed_linear many gelu", (4500,), 384, 384, 1536, then="gelu"),
+    around_norm("normed_linear many", (8300,), 96, 192, 192, bias=False),
+    around_norm("normed_linear 96 silu", (77,), 96, 96, 288, then="silu"),
+    around_norm("normed_linear 64 relu", (1,), 64, 64, 72, then="relu"),
+    around_norm("normed_linear 32", (3,), 8, 32, 8),
+    around_norm("normed_linear 160", (65,), 200, 160, 136, bias=False),
+    around_norm("normed_linear 1536", (50,), 1024, 1536, 392, then="gelu", mean=1.0),
+    around_norm("normed_linear thrice", (49,), 128, 128, 128, 40, 256, then="gelu_tanh"),
+    around_norm("normed_linear of images", (7, 9), 96, 96, 384, then="hardswish"),
+    around_norm("linear_moments", (67,), 384, 224, 8, whole=True),
+    around_norm("linear_moments many", (8300,), 128, 160, 24, whole=True),
     along_tokens("token_linear gelu", 196, 768, 384, "gelu"),
     along_tokens("token_linear add", 384, 768, 196, "add"),
     along_tokens("token_linear many", 200, 8200, 130, "add_relu"),
@@ -2289,4 +2382,5 @@ ON_HOPPER = [
     conv("packed blocks 3 uneven groups", (7, 6), 72, 216, (3, 3), padding=1, groups=3, sparsity=0,
          then="add_relu", format="blocks"),
 ]  # fmt: skip
-"""What runs on Hopper's tensor cores alone: tokens where they lie, packed filters, 8 bits."""
+"""What runs on Hopper's tensor cores alone: norms between products, tokens where they lie, packed
+filters, 8 bits."""

@@ -95,7 +95,6 @@ NAMES = {
     "rms_norm 384",
     "group_norm (14, 14, 256) 32 relu",
     "layernorm_first",
-    "layernorm_mlp",
     "squeeze_excite (14, 14) 240 10 silu sigmoid none",
     "squeeze_excite (7, 9) 256 16 relu sigmoid add_relu",
     "class_token",
@@ -111,7 +110,8 @@ NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 HOPPER = {
     "quantized_conv2d", "quantized_conv2d_chain", "quantized_conv2d_shortcut",
     "quantized_conv2d_shortcut_chain",
-    "sparse_conv2d_packed", "squeeze_excite", "token_linear",
+    "sparse_conv2d_packed", "squeeze_excite", "token_linear", "row_moments", "linear_moments",
+    "normed_linear", "layernorm_mlp",
 }  # fmt: skip
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
@@ -121,7 +121,6 @@ FLOAT32 = NAMES - {
     "conv2d 3x3",
     "conv2d_chain",
     "conv2d_shortcut",
-    "layernorm_mlp",
     "squeeze_excite (14, 14) 240 10 silu sigmoid none",
     "squeeze_excite (7, 9) 256 16 relu sigmoid add_relu",
     "linear gelu",
@@ -132,6 +131,7 @@ BFLOAT16 = {
     "token_linear add", "quantized_conv2d 3x3", "quantized_conv2d of e4m3 3x3",
     "quantized_conv2d_shortcut", "quantized_conv2d_shortcut of e4m3", "quantized_conv2d_chain",
     "quantized_conv2d_chain of e4m3", "quantized_conv2d_shortcut_chain", "stem_maxpool bytes",
+    "normed_linear gelu", "layernorm_mlp",
 }  # fmt: skip
 # Other branches of ops that are in another case, too, and products, whose many tiles take most of
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
@@ -149,6 +149,7 @@ NIGHTLY = {
     "conv2d_chain",
     "conv2d_shortcut",
     "layernorm_mlp",
+    "normed_linear gelu",
     "sparse_conv2d 3x3",
     "sparse_conv2d add_relu",
     "packed tiles 3x3",
@@ -189,6 +190,7 @@ FLOAT16 = {
     "stem_maxpool 32 x 32",
     "stem_layernorm 32 x 32",
     "depthwise_qkv 64",
+    "normed_linear gelu",
 }
 # float32 without TF32, where the others have it.
 EXACT = {"conv2d 3x3", "bmm add"}

@@ -28,10 +28,11 @@ from ops.epilogue import Epilogue
 from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import Config, hopper_gemm, hopper_gemms, hopper_shortcut
-from ops.gemm.pingpong import pingpong_gemm
+from ops.gemm.pingpong import pingpong_gemm, pingpong_gemms
 from ops.gemm.resident import resident_gemm, resident_gemms
 from ops.gemm.tuning import CONFIGS, PINGPONG, RESIDENT, TURNED
 from ops.gemm.turned import turned_gemm
+from ops.hopper.moments import Norm
 from ops.foreach import Members, foreach_gpu
 from ops.gather_rows import GatherTensors, RowMap, gather_rows_gpu
 from ops.geometry import Geometry
@@ -178,8 +179,29 @@ def pingpong(
 ) raises:
     pingpong_gemm[BF16, Epilogue("gelu"), PINGPONG[0]](g, o, ctx)
     pingpong_gemm[BF16, Epilogue("relu"), PINGPONG[1]](g, o, ctx)
+    pingpong_gemms[BF16, Epilogue("none"), PINGPONG[1], 3]([g, g, g], [o, o, o], ctx)
     pingpong_gemm[F16, Epilogue("none"), PINGPONG[1]](g, o16, ctx)
     pingpong_gemm[F32, Epilogue("relu"), PINGPONG[0]](g, o32, ctx)
+
+
+def norms[
+    dtype: DType
+](g: Geometry, o: Operands[dtype], bias: Data[F32], n: Int, ctx: DeviceContext) raises:
+    comptime measures = Epilogue("add", measures=True)
+    comptime normalizes = Epilogue("gelu", normalizes=True)
+    var norm = Norm(bias, n)
+    hopper_gemm[dtype, measures, CONFIGS[4]](g, o, 1, ctx, norm=norm)
+    resident_gemm[dtype, normalizes, RESIDENT[3]](g, o, 1, ctx, norm=norm)
+    comptime if dtype == BF16:
+        hopper_gemm[dtype, measures, CONFIGS[1]](g, o, 1, ctx, norm=norm)
+        hopper_gemm[dtype, measures, CONFIGS[7]](g, o, 1, ctx, norm=norm)
+        hopper_gemm[dtype, normalizes, CONFIGS[1]](g, o, 1, ctx, norm=norm)
+        hopper_gemm[dtype, normalizes, CONFIGS[6]](g, o, 1, ctx, norm=norm)
+        resident_gemm[dtype, measures, RESIDENT[0]](g, o, 1, ctx, norm=norm)
+        resident_gemm[dtype, measures, RESIDENT[2]](g, o, 1, ctx, norm=norm)
+        resident_gemm[dtype, measures, RESIDENT[3]](g, o, 1, ctx, norm=norm)
+        resident_gemm[dtype, normalizes, RESIDENT[0]](g, o, 1, ctx, norm=norm)
+        pingpong_gemm[dtype, normalizes, PINGPONG[0]](g, o, ctx, norm=norm)
 
 
 def turned(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
@@ -380,6 +402,8 @@ def main() raises:
         Operands[F32](full, full, full, full, full),
         ctx,
     )
+    norms(g, o, full, n, ctx)
+    norms(g, Operands[F16](half2, half2, full, half2, half2), full, n, ctx)
     turned(g, o, ctx)
     var words = rebind[Data[DType.uint32]](ctx.enqueue_create_buffer[DType.uint32](1).unsafe_ptr())
     sparse[BF16](g, o, words, ctx)
@@ -399,13 +423,13 @@ def main() raises:
     chains(
         n,
         ChainTensors[BF16](half, half, half, half, half, half, half),
-        ChainVectors[](full, full, full, full),
+        ChainVectors[](full, full, full),
         ctx,
     )
     chains(
         n,
         ChainTensors[F16](half2, half2, half2, half2, half2, half2, half2),
-        ChainVectors[](full, full, full, full),
+        ChainVectors[](full, full, full),
         ctx,
     )
     hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[4]](

@@ -411,6 +411,27 @@ def held(memory: Tensors, array: Array, late: bool = False) -> tuple[int, Array]
     return at, memory.array(at, array)
 
 
+@dataclass
+class Norm:
+    """A Norm of ops/hopper/moments.mojo: what an epilogue normalises by, or measures.
+
+    Attributes:
+        moments: Of the rows of x [M, C / 32, 2], which the kernel ahead writes; or of y, an output.
+        sums: Of the weights of each filter; None if moments are written.
+        eps: Added to the variance.
+    """
+
+    moments: Array
+    sums: Array | None = None
+    eps: float = 0
+
+    def packed(self, memory: Tensors) -> bytes:
+        """Gives the argument; ``moments`` becomes the kernel's view of them."""
+        at, self.moments = held(memory, self.moments, late=self.sums is not None)
+        sums = at if self.sums is None else memory.add(self.sums)
+        return pack("2Qif", at, sums, self.moments.shape[1], self.eps)
+
+
 def windows(x: Array, g: Conv, rows: int, width: int, out: tuple[int, int] | None = None) -> Im2col:
     """Makes the map that reads x[N, H, W, C] window by window, for ``out`` pixels or g's own."""
     (high, broad), (ph, pw), (sh, sw) = out or g.out, g.pad, g.stride
@@ -463,6 +484,7 @@ def hopper(
     splits: int = 1,
     processors: int = 2,
     adds: bool = False,
+    norm: Norm | None = None,
     constant: bool = True,
     late: bool = False,
     seed: int = 0,
@@ -480,6 +502,7 @@ def hopper(
         splits: Blocks that share a tile.
         processors: Blocks of the grid, where a block goes from tile to tile; at most, with peers.
         adds: Whether the residual is read.
+        norm: What the epilogue normalises by, or measures.
         constant: Whether the kernel is told that w are weights.
         late: Whether the kernel ahead writes w, too.
         seed: Of the order of warps and copies.
@@ -540,7 +563,9 @@ def hopper(
         kernel,
         [
             bytes(128 * len(maps)),
-            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end)) + scales,
+            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end))
+            + scales
+            + (norm.packed(memory) if norm else b""),
             sizes,
         ],
         memory,
@@ -940,6 +965,7 @@ def resident(
     alpha: float = 1,
     splits: int = 1,
     stages: int = 9,
+    norm: Norm | None = None,
     constant: bool = True,
     late: bool = False,
     seed: int = 0,
@@ -954,6 +980,7 @@ def resident(
         alpha: Scale of the product.
         splits: Blocks that share a tile.
         stages: Stages of filters, unless a block has fewer steps.
+        norm: What the epilogue normalises by, or measures.
         constant: Whether the kernel is told that w are weights.
         late: Whether the kernel ahead writes w, too.
         seed: Of the order of warps and copies.
@@ -989,7 +1016,8 @@ def resident(
         kernel,
         [
             bytes(128 * len(maps)),
-            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end)),
+            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end))
+            + (norm.packed(memory) if norm else b""),
             sizes,
             pack("7i", *box, filters, pixels),
         ],
@@ -1022,59 +1050,80 @@ PINGPONG = (PingPong(3, 192), PingPong(3, 128))  # of ops/gemm/tuning.mojo
 def pingpong(
     kernel: Kernel,
     config: PingPong,
-    p: Product,
+    products: Sequence[Product],
     *,
     dtype: str,
     alpha: float = 1,
-    stages: int = 8,
+    stages: int = 5,
+    boxes: int = 1,
     processors: int = 2,
+    norm: Norm | None = None,
     constant: bool = True,
     late: bool = False,
     seed: int = 0,
-) -> Array:
+) -> list[Array]:
     """Runs ops/gemm/pingpong.mojo. The kernel ahead writes x.
 
     Args:
         kernel: What runs.
         config: Sizes of the block.
-        p: The convolution.
+        products: One convolution, or products of the same K and F.
         dtype: Of x, w and y.
         alpha: Scale of the product.
         stages: Stages of the ring.
-        processors: Blocks of the same filters, at most.
+        boxes: Boxes of results of each consumer.
+        processors: Blocks of the same filters, at most; one at least for each product.
+        norm: What the epilogue normalises by.
         constant: Whether the kernel is told that w are weights.
         late: Whether the kernel ahead writes w, too.
         seed: Of the order of warps and copies.
 
     Returns:
-        y[M, F].
+        y[M, F] of each product.
     """
-    memory, g = Tensors(), p.g
+    memory, g = Tensors(), products[0].g
     width = 128 // np.dtype(DTYPES[dtype]).itemsize
-    x, (y_at, y) = held(memory, p.x, late=True)[1], held(memory, unwritten((g.pixels, g.f), dtype))
-    w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
-    bias = memory.add(p.bias)
     steps, columns = g.r * g.s * -(-g.c // width), -(-g.f // config.columns)
-    tiles = -(-g.pixels // 64) * columns
+    maps: list[Tiled | Im2col] = []
+    ends: list[list[int]] = [[], [], [], []]
+    results, firsts, tiles = [], [], 0
+    for p in products:
+        y_at, y = held(memory, unwritten((p.g.pixels, g.f), dtype))
+        w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
+        maps.append(pixels_of(held(memory, p.x, late=True)[1], p.g, 64, width))
+        maps += [Tiled(w, (config.columns, 1, width)), Tiled(y, (64, width))]
+        bias = memory.add(p.bias)
+        for end, at in zip(ends, (bias, bias, bias, y_at), strict=True):
+            end.append(at)
+        results.append(y)
+        firsts.append(tiles)
+        tiles += -(-p.g.pixels // 64) * columns
     sizes = problem(
-        g, [g.pixels], [0], width=width, columns=columns, splits=1, tiles=tiles, alpha=alpha,
+        g, [p.g.pixels for p in products], firsts, width=width, columns=columns, splits=1,
+        tiles=tiles, alpha=alpha,
         constant=constant,
     )  # fmt: skip
     launch = Launch(
         kernel,
-        [bytes(128 * 3), pack("4Q", bias, bias, bias, y_at), sizes, pack("i", stages)],
+        [
+            bytes(128 * len(maps)),
+            pack(f"{4 * len(products)}Q", *(at for end in ends for at in end))
+            + (norm.packed(memory) if norm else b""),
+            sizes,
+            pack("i", stages),
+            pack("i", boxes),
+        ],
         memory,
         grid=(min(tiles, processors * columns),),
         threads=128 * config.groups + 128,
-        shared_bytes=steps * (config.columns * 128 + 16) + stages * (8192 + 16) + 1024,
-        maps=[
-            pixels_of(x, g, 64, width),
-            Tiled(w, (config.columns, 1, width)),
-            Tiled(y, (64, width)),
-        ],
+        shared_bytes=steps * (config.columns * 128 + 16)
+        + stages * (8192 + 16)
+        + boxes * config.groups * 8192
+        + 1024,
+        maps=maps,
     )
     launch.run(seed)
-    return y
+    return results
 
 
 @dataclass(frozen=True)
@@ -1258,9 +1307,9 @@ class Chain:
         return 8192 * weights + self.groups * (tiles + 8192 * self.h_stages)
 
     def vectors(self, chunks: int) -> int:
-        """Bytes of biases, and of the norm or scales."""
+        """Bytes of biases, and of scales."""
         each = 12 if self.s else 8
-        return 256 * (self.f + (self.f if self.bytes else 2 * self.c)) + each * chunks * self.chunk
+        return 256 * self.f * (2 if self.bytes else 1) + each * chunks * self.chunk
 
 
 def chain(
@@ -1285,7 +1334,7 @@ def chain(
         tile: Its config.
         x: [M, C].
         weights: w1[K, C] and w2[F, K].
-        vectors: Biases of h and z, weight and bias of the layer norm.
+        vectors: Biases of h and z, moments of x, and a second source's bias.
         residual: [M, K], if h is stored.
         dtype: Of x, h and z.
         scales: Of the sums of h and z, in 8 bits.
@@ -1315,7 +1364,7 @@ def chain(
         maps += [Tiled(held(residual), (64, chunk)), Tiled(h, (64, chunk))]
     else:
         maps += [None] * 2
-    given = pack("4Q", *(memory.add(v) for v in vectors))
+    given = pack("4Q", *(memory.add(v, late=v.ndim == 3) for v in vectors))
     for scale in scales:
         first = scale if source is None else source[2]
         given += pack("2Qf4x", memory.add(scale), memory.add(first), residual_scale)
@@ -1326,7 +1375,7 @@ def chain(
         [
             bytes(128 * len(maps)),
             given,
-            pack("6if", 0, 1, tiles, 1, chunks, hidden, 1e-5),
+            pack("7if", 0, 1, tiles, 1, chunks, hidden, m, 1e-5),
         ],
         memory,
         grid=(min(tiles, processors),),

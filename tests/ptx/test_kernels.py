@@ -42,6 +42,7 @@ from .launches import (
     Groups,
     Heads,
     Masks,
+    Norm,
     OneTile,
     Order,
     PingPong,
@@ -984,15 +985,15 @@ def run_resident(
 
 
 @pytest.mark.parametrize(
-    ("config", "epilogue", "dtype", "g", "alpha", "stages"),
+    ("config", "epilogue", "dtype", "g", "alpha", "stages", "boxes"),
     [
-        (PINGPONG[0], "gelu", BF16, Conv(1, 500, 1, 136, 200), 1, 8),
-        (PINGPONG[0], "gelu", BF16, Conv(1, 450, 1, 384, 192), 0.5, 10),
-        (PINGPONG[0], "gelu", BF16, Conv(1, 70, 1, 64, 8), 1, 8),
-        (PINGPONG[1], "relu", BF16, Conv(2, 10, 9, 24, 130, 3, 3, pad=(1, 1)), 0.5, 8),
-        (PINGPONG[1], "relu", BF16, Conv(2, 25, 23, 72, 72, stride=(2, 2)), 1, 9),
-        (PINGPONG[1], "none", "float16", Conv(1, 330, 1, 72, 72), 1, 8),
-        (PINGPONG[0], "relu", "float32", Conv(1, 330, 1, 40, 104), 0.5, 8),
+        (PINGPONG[0], "gelu", BF16, Conv(1, 500, 1, 136, 200), 1, 8, 2),
+        (PINGPONG[0], "gelu", BF16, Conv(1, 450, 1, 384, 192), 0.5, 7, 1),
+        (PINGPONG[0], "gelu", BF16, Conv(1, 70, 1, 64, 8), 1, 10, 3),
+        (PINGPONG[1], "relu", BF16, Conv(2, 10, 9, 24, 130, 3, 3, pad=(1, 1)), 0.5, 5, 1),
+        (PINGPONG[1], "relu", BF16, Conv(2, 25, 23, 72, 72, stride=(2, 2)), 1, 9, 2),
+        (PINGPONG[1], "none", "float16", Conv(1, 330, 1, 72, 72), 1, 8, 1),
+        (PINGPONG[0], "relu", "float32", Conv(1, 330, 1, 40, 104), 0.5, 5, 2),
     ],
     ids=str,
 )
@@ -1005,10 +1006,22 @@ def test_pingpong(
     g: Conv,
     alpha: float,
     stages: int,
+    boxes: int,
 ) -> None:
-    run_pingpong(
-        find, config, epilogue, product(rng, g, dtype), dtype=dtype, alpha=alpha, stages=stages
-    )
+    p = product(rng, g, dtype)
+    run_pingpong(find, config, epilogue, p, dtype=dtype, alpha=alpha, stages=stages, boxes=boxes)
+
+
+@pytest.mark.parametrize("processors", [3, 4, 9])
+@pytest.mark.parametrize("pixels", [(700, 130, 37), (1, 70, 300)])
+def test_pingpong_multiplies_several(
+    find: Find, rng: np.random.Generator, pixels: tuple[int, ...], processors: int
+) -> None:
+    products = [product(rng, Conv(1, m, 1, 136, 200), BF16) for m in pixels]
+    kernel = find(f"gemm_pingpong_{PINGPONG[1].label}_none_3x1_{BF16}")
+    got = pingpong(kernel, PINGPONG[1], products, dtype=BF16, processors=processors)
+    for y, p in zip(got, products, strict=True):
+        check(y, finished(convolved(p, BF16), p, "none", BF16), BF16, SUMS)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -1026,7 +1039,7 @@ def test_pingpong_waits_for_a_right_side_that_is_computed(
     kernel, want = find(f"gemm_pingpong_{PINGPONG[1].label}_relu_{BF16}"), convolved(p, BF16)
 
     def run(*, constant: bool) -> Array:
-        return pingpong(kernel, PINGPONG[1], p, dtype=BF16, constant=constant, late=True)
+        return pingpong(kernel, PINGPONG[1], [p], dtype=BF16, constant=constant, late=True)[0]
 
     check(run(constant=False), finished(want, p, "relu", BF16), BF16, SUMS)
     assert np.isnan(wide(run(constant=True), BF16)).any()
@@ -1041,13 +1054,123 @@ def run_pingpong(
     dtype: str = BF16,
     alpha: float = 1,
     stages: int = 8,
+    boxes: int = 1,
 ) -> None:
     if dtype == "float32":  # rounded as by the copy engine
         p.x, p.w = (to_tf32(a).view(np.float32) for a in (p.x, p.w))
     kernel = find(f"gemm_pingpong_{config.label}_{epilogue}_{dtype}")
-    got = pingpong(kernel, config, p, dtype=dtype, alpha=alpha, stages=stages)
+    (got,) = pingpong(kernel, config, [p], dtype=dtype, alpha=alpha, stages=stages, boxes=boxes)
     sums = GELU if epilogue == "gelu" else SUMS
     check(got, finished(alpha * convolved(p, dtype), p, epilogue, dtype), dtype, sums)
+
+
+MEASURED = [
+    *((f"hopper_{TILES[i].label}", 1, BF16) for i in (1, 4, 7)),
+    (f"hopper_{TILES[4].label}", 1, "float16"),
+    (f"resident_{RESIDENT[0].label}", 2, BF16),
+    *((f"resident_{RESIDENT[i].label}", 1, BF16) for i in (2, 3)),
+]
+"""Kernels that store moments, the blocks that share a tile, and the dtype."""
+
+
+@pytest.mark.parametrize(("kernel", "splits", "dtype"), MEASURED, ids=str)
+@pytest.mark.parametrize("g", [Conv(1, 150, 1, 136, 160), Conv(1, 7, 1, 72, 32)], ids=str)
+def test_moments_of_a_result(
+    find: Find, rng: np.random.Generator, kernel: str, splits: int, dtype: str, g: Conv
+) -> None:
+    p, norm = product(rng, g, dtype), Norm(np.full((g.pixels, g.f // 32, 2), np.nan, np.float32))
+    y = run_normed(find, f"{kernel}_add_moments", p, norm, dtype, splits)
+    check(y, finished(convolved(p, dtype), p, "add", dtype), dtype, SUMS)
+    want = moments_of(wide(y, dtype))
+    np.testing.assert_allclose(norm.moments, want, rtol=1e-5, atol=1e-4)
+
+
+NORMALIZES = [
+    *((f"hopper_{TILES[i].label}", 1, BF16) for i in (1, 6)),
+    (f"resident_{RESIDENT[0].label}", 2, BF16),
+    (f"resident_{RESIDENT[3].label}", 1, BF16),
+    (f"resident_{RESIDENT[3].label}", 1, "float16"),
+    (f"pingpong_{PINGPONG[0].label}", 1, BF16),
+]
+"""Kernels that normalise x, the blocks that share a tile, and the dtype."""
+
+
+@pytest.mark.parametrize(("kernel", "splits", "dtype"), NORMALIZES, ids=str)
+@pytest.mark.parametrize(
+    "g", [Conv(1, 150, 1, 96, 200), Conv(1, 9, 1, 128, 40), Conv(1, 70, 1, 384, 72)], ids=str
+)
+def test_products_of_normalised_rows(
+    find: Find, rng: np.random.Generator, kernel: str, splits: int, dtype: str, g: Conv
+) -> None:
+    check_normed(find, kernel, shifted(product(rng, g, dtype), rng, dtype), dtype, splits)
+
+
+@pytest.mark.parametrize("kernel", [NORMALIZES[0][0], NORMALIZES[3][0]])
+def test_more_moments_than_are_loaded_ahead(
+    find: Find, rng: np.random.Generator, kernel: str
+) -> None:
+    g = Conv(1, 20, 1, 32 * 27, 40)
+    check_normed(find, kernel, shifted(product(rng, g, BF16), rng, BF16), BF16)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("kernel", [NORMALIZES[0][0], NORMALIZES[3][0], NORMALIZES[5][0]])
+def test_normalised_rows_keep_nan_and_infinity_and_may_be_constant(
+    find: Find, rng: np.random.Generator, kernel: str
+) -> None:
+    p = product(rng, Conv(1, 70, 1, 96, 72), BF16)
+    x = wide(p.x, BF16)
+    x[0, [3, 30, 69], 0, [5, 71, 0]] = np.nan, np.inf, -np.inf
+    x[0, 12], x[0, 13] = 30, 0
+    y, want = normed(find, kernel, replace(p, x=rounded(x, BF16)), BF16)
+    bad = [3, 30, 69]
+    assert np.isnan(y[bad]).all()
+    assert np.isfinite(np.delete(y, bad, 0)).all()
+    # Of a constant row rounding leaves a little, times 1 / sqrt(eps).
+    np.testing.assert_allclose(y[[12, 13]], want[[12, 13]], atol=0.02)
+
+
+def shifted(p: Product, rng: np.random.Generator, dtype: str) -> Product:
+    """Gives rows means and deviations of their own."""
+    rows = p.x.shape[1]
+    x = wide(p.x, dtype) * rng.uniform(0.1, 4, (1, rows, 1, 1)) + rng.normal(0, 2, (1, rows, 1, 1))
+    return replace(p, x=rounded(x, dtype))
+
+
+def check_normed(find: Find, kernel: str, p: Product, dtype: str, splits: int = 1) -> None:
+    y, want = normed(find, kernel, p, dtype, splits)
+    check(rounded(y, dtype), want, dtype, GELU)
+
+
+def normed(find: Find, kernel: str, p: Product, dtype: str, splits: int = 1) -> tuple[Array, Array]:
+    """Gives what a kernel makes of x, from its moments, and what it should."""
+    x, eps = wide(p.x, dtype).reshape(p.g.pixels, -1), 1e-5
+    moments = moments_of(x)
+    sums = wide(p.w, dtype).reshape(p.g.f, -1).sum(1).astype(np.float32)
+    y = run_normed(find, f"{kernel}_norm_gelu", p, Norm(moments, sums, eps), dtype, splits)
+    with np.errstate(invalid="ignore"):
+        normal = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + eps)
+        want = finished(normal @ wide(p.w, dtype).reshape(p.g.f, -1).T, p, "gelu", dtype)
+    return wide(y, dtype), want
+
+
+def moments_of(x: Array) -> Array:
+    """Gives the sums of each 32 columns of a row, and of their squares."""
+    groups = x.reshape(len(x), -1, 32)
+    return np.stack([groups.sum(2), (groups**2).sum(2)], 2).astype(np.float32)
+
+
+def run_normed(find: Find, name: str, p: Product, norm: Norm, dtype: str, splits: int) -> Array:
+    kind, tile, *_ = name.split("_")
+    one = "_1x1" if kind == "hopper" else ""
+    kernel = find(f"gemm_{name}{one}_{dtype}")
+    if kind == "hopper":
+        config = next(each for each in TILES if each.label == tile)
+        return hopper(kernel, config, [p], dtype=dtype, adds="add" in name, norm=norm)[0]
+    if kind == "resident":
+        block = next(each for each in RESIDENT if each.label == tile)
+        return resident(kernel, block, [p], dtype=dtype, splits=splits, norm=norm)[0]
+    return pingpong(kernel, PINGPONG[0], [p], dtype=dtype, norm=norm)[0]
 
 
 TURNED_WINDOWS = [
@@ -1259,13 +1382,14 @@ def chained(
     w1 = rounded(rng.standard_normal((hidden, c)) * c**-0.5, dtype)
     w2 = rounded(rng.standard_normal((f, hidden)) * hidden**-0.5, dtype)
     vectors = [rng.standard_normal(n).astype(np.float32) for n in (hidden, f, c, c)]
+    vectors[2] = moments_of(wide(x, dtype))
     keeps = op == "conv2d_chain"
     residual = rounded(rng.standard_normal((m, hidden)), dtype) if keeps else None
     kernel = find(f"{op}_hopper_{tile.label}_{dtype}")
     z, h = chain(kernel, tile, x, [w1, w2], vectors, residual, dtype=dtype)
     tokens = wide(x, dtype)
     if residual is None:
-        tokens = wide(rounded(normalised(tokens, *vectors[2:]), dtype), dtype)
+        tokens = wide(rounded(normalised(tokens, np.ones(c), np.zeros(c)), dtype), dtype)
     inner = tokens @ wide(w1, dtype).T + vectors[0]
     if residual is None:
         inner = inner / 2 * (1 + erf(inner / math.sqrt(2)))
