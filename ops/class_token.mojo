@@ -5,13 +5,14 @@ A GPU gives each thread 16 bytes of the result, or one number where rows are no 
 
 from extensibility import InputTensor, OutputTensor, foreach, register
 from layout import Coord
-from max.gpu import block_idx, thread_idx
+from max.gpu import block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 
 from .launch import launch
+from .layernorm import FEW
 from .operands import Data, data
 
 comptime THREADS = 256
@@ -52,11 +53,9 @@ struct ClassToken:
         if y.size() == 0:
             return
         comptime if target != "cpu":
-            comptime WIDE = 16 // size_of[y.dtype]()
-            if channels % WIDE == 0:
-                _enqueue[WIDE](tokens, first, data(y), count + 1, channels, y.size(), ctx)
-            else:
-                _enqueue[1](tokens, first, data(y), count + 1, channels, y.size(), ctx)
+            class_token_gpu(
+                tokens, first, data(y), tokens=count + 1, channels=channels, size=y.size(), ctx=ctx
+            )
             return
 
         def body[
@@ -72,28 +71,49 @@ struct ClassToken:
         foreach[target=target](body, y, ctx)
 
 
-def _enqueue[
-    dtype: DType, //, width: Int
+def class_token_gpu[
+    dtype: DType
 ](
     x: Data[dtype],
     token: Data[dtype],
     y: Data[dtype],
+    *,
     tokens: Int,
     channels: Int,
     size: Int,
     ctx: DeviceContext,
 ) raises:
-    launch[class_token_kernel[dtype, width]](
-        ctx,
-        x,
-        token,
-        y,
-        UInt32(tokens),
-        UInt32(channels // width),
-        Int64(size // width),
-        grid_dim=ceildiv(size // width, THREADS),
-        block_dim=THREADS,
-    )
+    """Enqueues the kernel, with vectors if rows are a multiple of 16 bytes.
+
+    Parameters:
+        dtype: Of the tokens.
+
+    Args:
+        x: Tokens [N, T, C].
+        token: [C].
+        y: Result [N, T + 1, C].
+        tokens: T + 1.
+        channels: C.
+        size: Numbers of the result.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
+    comptime WIDE = 16 // size_of[dtype]()
+    comptime for width in [WIDE, 1]:
+        if (channels % WIDE == 0) == (width == WIDE):
+            launch[class_token_kernel[dtype, width]](
+                ctx,
+                x,
+                token,
+                y,
+                UInt32(tokens),
+                UInt32(channels // width),
+                Int64(size // width),
+                grid_dim=ceildiv(size // width, THREADS),
+                block_dim=THREADS,
+            )
 
 
 @__name(t"class_token_{width}_{dtype}")
@@ -129,8 +149,13 @@ def class_token_kernel[
     var source = token.unsafe_offset((i - row * Int(vectors)) * width)
     if not from_token:
         source = x.unsafe_offset((i - (image + 1) * Int(vectors)) * width)
+    # Beside few blocks those of the next kernel may wait, as behind a layer norm.
+    var few = Int32(grid_dim.x) <= Int32(FEW)
+    if few:
+        launch_dependent_grids()
     wait_on_dependent_grids()
-    launch_dependent_grids()
+    if not few:
+        launch_dependent_grids()
     if i < Int(count):
         var value = source.unsafe_load[width=width, alignment=ALIGN]()
         y.unsafe_store[alignment=ALIGN](i * width, value)

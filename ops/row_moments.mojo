@@ -53,14 +53,34 @@ struct RowMoments:
         comptime assert dtype.is_half_float(), "row_moments: rows are of 16 bits"
         if x.size() == 0:
             return
-        launch[row_moments_kernel[dtype]](
-            ctx,
-            data(x),
-            data(moments),
-            Int64(x.size() // WIDTH),
-            grid_dim=ceildiv(x.size() // WIDTH, THREADS),
-            block_dim=THREADS,
-        )
+        row_moments_gpu(data(x), data(moments), x.size(), ctx)
+
+
+def row_moments_gpu[
+    dtype: DType
+](x: Data[dtype], moments: Data[F32], size: Int, ctx: DeviceContext) raises:
+    """Enqueues the kernel.
+
+    Parameters:
+        dtype: Of x.
+
+    Args:
+        x: Rows of a multiple of 32 numbers.
+        moments: Of each 32.
+        size: Numbers of x.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails.
+    """
+    launch[row_moments_kernel[dtype]](
+        ctx,
+        x,
+        moments,
+        Int64(size // WIDTH),
+        grid_dim=ceildiv(size // WIDTH, THREADS),
+        block_dim=THREADS,
+    )
 
 
 @__name(t"row_moments_{dtype}")

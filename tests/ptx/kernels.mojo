@@ -12,7 +12,9 @@ from ops.attention_grad.tensors import AttentionGrad
 from ops.concat import VECTORS, ConcatTensors, concat_gpu
 from ops.pool import pool_gpu
 from ops.pool_grad import pool_grad_gpu
+from ops.class_token import class_token_gpu
 from ops.roll import RollSizes, roll_gpu
+from ops.row_moments import row_moments_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
 from ops.conv2d_weight_grad.depthwise import weight_grad_depthwise
 from ops.conv2d_weight_grad.gpu import weight_grad_portable
@@ -684,6 +686,8 @@ def main() raises:
     concat_gpu[BF16, "x0"](parts, n, ctx)
     concat_gpu[BF16, "x0 x1 mul x2 add relu"](parts, n, ctx)
     roll_gpu(half, half, n, RollSizes(n, n, n), ctx)
+    class_token_gpu(half, half, half, tokens=n, channels=n, size=n, ctx=ctx)
+    row_moments_gpu(half, full, n, ctx)
     var pool = Geometry(rows=n, depth=n, columns=n)
     comptime for kind in ["max", "mean", "mean_inside"]:
         pool_gpu[kind](half, half, pool, ctx)

@@ -1832,6 +1832,28 @@ def roll(
     return memory.array(to, y)
 
 
+def class_token(kernel: Kernel, x: Array, token: Array, width: int, dtype: str) -> Array:
+    """Runs the kernel of ops/class_token.mojo on x[N, T, C]."""
+    memory, (n, t, c) = Tensors(), x.shape
+    y = unwritten((n, t + 1, c), dtype)
+    at = [memory.add(x, late=True), memory.add(token), to := memory.add(y)]
+    sizes = (pack("I", t + 1), pack("I", c // width), pack("q", y.size // width))
+    parameters = [*(pack("Q", a) for a in at), *sizes]
+    grid = (-(-y.size // width // 256),)
+    Launch(kernel, parameters, memory, grid=grid, threads=256, together=8).run()
+    return memory.array(to, y)
+
+
+def row_moments(kernel: Kernel, x: Array) -> Array:
+    """Runs the kernel of ops/row_moments.mojo on x[M, C]."""
+    memory, moments = Tensors(), np.full((len(x), x.shape[1] // 32, 2), np.nan, np.float32)
+    at, to = memory.add(x, late=True), memory.add(moments)
+    parameters = [pack("Q", at), pack("Q", to), pack("q", x.size // 8)]
+    grid = (-(-x.size // 8 // 256),)
+    Launch(kernel, parameters, memory, grid=grid, threads=256, together=8).run()
+    return memory.array(to, moments)
+
+
 def pool(kernel: Kernel, g: Conv, x: Array, width: int, dtype: str) -> Array:
     """Runs the kernel of ops/pool.mojo on x[N, H, W, C]."""
     memory, y = Tensors(), unwritten((g.n, *g.out, g.c), dtype)

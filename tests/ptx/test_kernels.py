@@ -59,6 +59,7 @@ from .launches import (
     blocks,
     chain,
     check,
+    class_token,
     concat,
     depthwise,
     depthwise_input_grad,
@@ -84,6 +85,7 @@ from .launches import (
     resident,
     roll,
     rounded,
+    row_moments,
     scatter_add,
     softmax,
     squeeze_excite,
@@ -2264,6 +2266,23 @@ def test_roll(
     x = rounded(rng.standard_normal(shape), BF16)
     got = roll(find(f"roll_{width}_{BF16}"), x, shifts, axes, width, BF16)
     np.testing.assert_array_equal(got, np.roll(x, shifts, axes))
+
+
+@pytest.mark.parametrize(("shape", "width"), [((2, 196, 24), 8), ((3, 5, 7), 1), ((1, 1, 8), 8)])
+def test_class_token(
+    find: Find, rng: np.random.Generator, shape: tuple[int, ...], width: int
+) -> None:
+    x, token = (rounded(rng.standard_normal(size), BF16) for size in (shape, shape[2:]))
+    got = class_token(find(f"class_token_{width}_{BF16}"), x, token, width, BF16)
+    first = np.broadcast_to(token, (shape[0], 1, shape[2]))
+    np.testing.assert_array_equal(got, np.concatenate([first, x], 1))
+
+
+@pytest.mark.parametrize("shape", [(130, 96), (1, 32)])
+def test_row_moments(find: Find, rng: np.random.Generator, shape: tuple[int, int]) -> None:
+    x = rounded(rng.standard_normal(shape) + 0.5, BF16)
+    got = row_moments(find(f"row_moments_{BF16}"), x)
+    np.testing.assert_allclose(got, moments_of(wide(x, BF16)), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("source", ["uint8", "float32"])
