@@ -252,8 +252,8 @@ def _rows_of(view: View, c: int) -> tuple[tuple[int, ...], tuple[int, ...]] | No
     """Gives the axes of an image's rows of ``c`` numbers, and how a view permutes them."""
     first, axes, _ = view.steps()
     numbers = [size for size in first if isinstance(size, int)]
-    if len(numbers) != len(first) - 1 or first[0] in numbers or axes[0] != 0:
-        return None  # images do not come first
+    if len(numbers) != len(first) - 1 or first[0] in numbers or axes[0] != 0 or not numbers:
+        return None  # images do not come first, or are of one number
     if axes[-1] != len(axes) - 1 or numbers[-1] % c:
         return None
     shape, order = [*numbers[:-1], numbers[-1] // c], [axis - 1 for axis in axes[1:]]

@@ -2215,6 +2215,13 @@ def test_norms_between_layers_are_part_of_them_after_any_passes(seed: int) -> No
         kept(kept(program, on), on)
 
 
+def test_a_norm_of_one_number_is_in_no_other_order() -> None:
+    def write(net: Net, x: Value) -> Value:
+        return net.reshape(net.layer_norm(x, "norm"), BATCH, 1, 1, 1, 1)
+
+    assert ops(kept(nets.program(write, 1, 1, 1), CPU))["layer_norm"] == 1
+
+
 @pytest.mark.parametrize("layer", ["proj", "norm", "fc1"])
 def test_norms_and_layers_that_are_kept_in_float32_stay(layer: str) -> None:
     plain = nets.program(around_a_norm, 5, 32)
