@@ -5,14 +5,12 @@ A GPU gives each thread 16 bytes of the result, or one number where rows are no 
 
 from extensibility import InputTensor, OutputTensor, foreach, register
 from layout import Coord
-from max.gpu import block_idx, grid_dim, thread_idx
+from max.gpu import block_idx, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 
-from .launch import launch
-from .layernorm import FEW
+from .launch import launch, wait_ahead
 from .operands import Data, data
 
 comptime THREADS = 256
@@ -149,13 +147,7 @@ def class_token_kernel[
     var source = token.unsafe_offset((i - row * Int(vectors)) * width)
     if not from_token:
         source = x.unsafe_offset((i - (image + 1) * Int(vectors)) * width)
-    # Beside few blocks those of the next kernel may wait, as behind a layer norm.
-    var few = Int32(grid_dim.x) <= Int32(FEW)
-    if few:
-        launch_dependent_grids()
-    wait_on_dependent_grids()
-    if not few:
-        launch_dependent_grids()
+    wait_ahead()
     if i < Int(count):
         var value = source.unsafe_load[width=width, alignment=ALIGN]()
         y.unsafe_store[alignment=ALIGN](i * width, value)

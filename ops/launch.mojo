@@ -1,9 +1,32 @@
 """How kernels are launched that may begin while the one ahead still runs."""
 
+from max.gpu import grid_dim
 from max.gpu.host import DeviceContext, Dim, FuncAttribute
-from max.gpu.primitives.grid_controls import PDLLevel, pdl_launch_attributes
+from max.gpu.primitives.grid_controls import (
+    PDLLevel,
+    launch_dependent_grids,
+    pdl_launch_attributes,
+    wait_on_dependent_grids,
+)
 from std.builtin.device_passable import DevicePassable
 from std.collections import OptionalReg
+
+comptime FEW = 128
+"""Blocks that a large GPU holds at once, about one a multiprocessor."""
+
+
+@always_inline
+def wait_ahead():
+    """Waits for the kernel ahead, and lets the next one begin: before that beside few blocks.
+
+    Beside many, blocks of the next kernel would take the place of this one's.
+    """
+    var few = Int32(grid_dim.x) <= Int32(FEW)
+    if few:
+        launch_dependent_grids()
+    wait_on_dependent_grids()
+    if not few:
+        launch_dependent_grids()
 
 
 @always_inline

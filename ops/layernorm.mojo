@@ -15,26 +15,22 @@ from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
     WARP_SIZE,
     block_idx,
-    grid_dim,
     lane_id,
     thread_idx,
 )
 from max.gpu.host import DeviceContext
 from max.gpu.primitives import warp
-from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, rsqrt, sqrt
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from .kernel_argument import KernelArgument
-from .launch import launch
+from .launch import launch, wait_ahead
 from .operands import ALIGN, F32, ON_CPU, Data, data, narrowed, widened
 from .rows import WIDTH, over_lanes, over_rows
 
 comptime THREADS = 128
 """Threads of a GPU's block."""
-comptime FEW = 128
-"""Blocks that a large GPU holds at once, about one a multiprocessor."""
 
 
 @fieldwise_init
@@ -304,13 +300,7 @@ def layernorm_vector_kernel[
     var columns = Int(g.columns)
     var first = Int(thread_idx.x) % lanes * WIDE
     var index = (Int(block_idx.x) * THREADS + Int(thread_idx.x)) // lanes
-    # Beside few blocks those of the next kernel may wait; of many they would take the place.
-    var few = Int32(grid_dim.x) <= Int32(FEW)
-    if few:
-        launch_dependent_grids()
-    wait_on_dependent_grids()
-    if not few:
-        launch_dependent_grids()
+    wait_ahead()
     var inside = index < Int(g.rows)
     var source = o.x.unsafe_offset(index * Int(g.stride))
     var to = o.y.unsafe_offset(index * columns)

@@ -833,8 +833,7 @@ def _consume[
         var m0 = tile * Int32(config.rows()) + Int32(group) * Int32(ROWS)
         var moments = RowMoments()
         comptime if mlp:
-            var low = min(m0 + at.row(), problem.rows - 1)
-            moments = RowMoments(norm, at, low, min(low + 8, problem.rows - 1))
+            moments = RowMoments(norm, at, row=m0 + at.row(), rows=problem.rows)
         tiles.wait()
         var x = tiles.stage()
         var z = Array[Sums[WIDTH], F](fill=Sums[WIDTH](fill=0))

@@ -546,8 +546,7 @@ def _consume[
         var m = problem.rows_of(tile.product)
         var moments = RowMoments()
         comptime if epilogue.normalizes:
-            var low = min(row0 + at.row(), m - 1)
-            moments = RowMoments(tensors.norm[0], at, low, min(low + 8, m - 1))
+            moments = RowMoments(tensors.norm[0], at, row=row0 + at.row(), rows=m)
         sums = multiply(pipeline, storing, steps, a=a, b=B, leads=leads, start=sums)
         var norm = RowNorm(0, 0)
         comptime if epilogue.normalizes:

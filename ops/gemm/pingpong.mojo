@@ -5,8 +5,8 @@
 The product is that of hopper.mojo, for short K and many pixels, where the epilogue and the stores take
 about as long as the products: x and w are the same tensors, and the parts are the same.
 
-A block keeps to one tile of filters, of one product if there are several: all of their K lies in shared memory for the whole launch, and
-the ring holds pixels alone, 64 x 128 bytes a stage. Its consumers, of a warpgroup each, take tiles of
+A block keeps to one tile of filters, of one product if there are several: all of their K lies in
+shared memory for the whole launch, and the ring holds pixels alone, 64 x 128 bytes a stage. Its consumers, of a warpgroup each, take tiles of
 64 pixels in turns (CUTLASS calls this a ping-pong kernel): `OrderedSequence` passes the tensor cores
 on as soon as a tile's products are issued, and its epilogue runs under those of the next tiles. The
 result leaves through the copy engine box by box, from boxes of each consumer's own: stages of the ring
@@ -331,9 +331,9 @@ def _consume[
         var f0 = tile.column * Int32(COLUMNS)
         var moments = RowMoments()
         comptime if epilogue.normalizes:
-            var last = problem.rows_of(product) - 1
-            var low = min(m0 + at.row(), last)
-            moments = RowMoments(tensors.norm[0], at, low, min(low + 8, last))
+            moments = RowMoments(
+                tensors.norm[0], at, row=m0 + at.row(), rows=problem.rows_of(product)
+            )
         # What this waits for is at most one round of the ring ahead of what is known to have come.
         order.wait()
         pipeline.wait()

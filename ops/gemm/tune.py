@@ -330,7 +330,7 @@ def with_rows(
 
 
 def cooperative(found: dict[Tile, float]) -> int:
-    """Chooses the fastest tile of hopper.mojo that no cluster shares, for several products."""
+    """Chooses the fastest tile of hopper.mojo that no cluster shares, for two sources."""
     own = {tile.config: us for tile, us in found.items() if tile.config in COOPERATIVE}
     return min(own, key=own.__getitem__)
 

@@ -867,8 +867,7 @@ def is_low(config: Int) -> Bool:
 
 
 def alike(row: Row) -> Row:
-    """Finds a tile of CONFIGS, for what blocks of RESIDENT or PINGPONG do not compute: two sources, or of
-    PINGPONG several products.
+    """Finds a tile of CONFIGS, for what blocks of RESIDENT or PINGPONG do not compute: two sources.
 
     Args:
         row: Of the table.

@@ -147,6 +147,19 @@ struct RowMoments(TrivialRegisterPassable):
         self._load(norm, at.t % 4)
 
     @always_inline
+    def __init__(out self, norm: Norm, at: Fragment, *, row: Int32, rows: Int32):
+        """Starts loading those of a row and the one 8 further on, or of the last row.
+
+        Args:
+            norm: Where from.
+            at: The thread's place.
+            row: The thread's first row of x.
+            rows: Of x.
+        """
+        var low = min(row, rows - 1)
+        self = Self(norm, at, low, min(low + 8, rows - 1))
+
+    @always_inline
     def _load(mut self, norm: Norm, first: Int32):
         """Loads groups from `first` on; of those that are not there zeros."""
         comptime for i in range(LOADS):

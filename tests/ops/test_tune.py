@@ -77,7 +77,7 @@ def test_a_row_is_passed_over_whose_tile_does_not_take_the_product(
     assert tune.look_up(table, wanted).config == config
 
 
-def test_a_row_of_a_pingpong_tile_names_the_fastest_tile_for_several_products() -> None:
+def test_a_row_of_a_pingpong_tile_names_the_fastest_tile_for_two_sources() -> None:
     layer = "6272 1 192 768 1 1 relu"
     tiles = {0: 9, 2: 7, 5: 1.1, tune.FIRST_PINGPONG: 1, 10: 1.2}
     times = tune.read("\n".join(f"row {layer} {c} 1 {us} 0" for c, us in tiles.items()))
