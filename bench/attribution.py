@@ -66,6 +66,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[_byte_gemm(epilogue)], [_byte_gemm(epilogue, kernel="turned")]]
     elif op == "quantized_linear":
         ways = [[_byte_gemm(epilogue)]]
+    elif op == "quantized_qkv_linear":
+        ways = [[_byte_gemm("none", "3x1")]]
     elif op == "quantized_conv2d_shortcut":
         ways = [[_byte_gemm(epilogue, "1x2")]]
     elif op == "quantized_conv2d_chain":

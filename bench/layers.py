@@ -40,6 +40,7 @@ FILTERS = {
     "quantized_conv2d_chain": (1, 4),
     "quantized_conv2d_shortcut_chain": (1, 4, 6),
     "qkv_linear": (3, 5, 7),
+    "quantized_qkv_linear": (3, 5, 7),
     "linear_moments": (1,),
     "normed_linear": (2,),
     "layernorm_mlp": (2, 5),

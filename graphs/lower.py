@@ -389,11 +389,25 @@ def _quantized(
         grid("result_") if stored else None,
         Grid(rounded_scale, round(rounded_low)) if rounded_scale else None,
         given.name(4),
+        str(window.get("epilogue", "none")),
     )
     rest = {"filter": filter, "product": product, "scales": scales, "dtype": dtype, **window}
     if x.rank == 4:
         return nodes.quantized_conv2d(x, residual=residual, **rest)
     return nodes.as_images(nodes.quantized_conv2d, x, residual, **rest)
+
+
+def _quantized_qkv(given: _Given, *, dtype: str, **numbers: float) -> list[TensorValue]:
+    tokens = given.value(0), given.value(1), given.value(2)
+    made = [
+        given.weights.quantized(
+            given.name(3 + 2 * i), given.name(4 + 2 * i), 1, _grid(x, numbers, part),
+            steps=given.name(9 + i),
+        )
+        for i, (x, part) in enumerate(zip(tokens, ("q_", "k_", "v_"), strict=True))
+    ]  # fmt: skip
+    weights, products, _ = zip(*made, strict=True)
+    return [*nodes.quantized_qkv_linear(tokens, weights, products, dtype=dtype)]
 
 
 def _numbers(attributes: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
@@ -757,6 +771,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "quantized_conv2d_shortcut": _quantized_shortcut,
     "quantized_conv2d_shortcut_chain": _quantized_shortcut_chain,
     "quantized_linear": _quantized,
+    "quantized_qkv_linear": _quantized_qkv,
     "qkv_linear": lambda given: nodes.qkv_linear(
         (given.value(0), given.value(1), given.value(2)),
         (given.layer(3), given.layer(5), given.layer(7)),

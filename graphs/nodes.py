@@ -745,6 +745,34 @@ def qkv_linear(
     return q, k, v
 
 
+def quantized_qkv_linear(
+    tokens: tuple[TensorValue, TensorValue, TensorValue],
+    weights: tuple[Filter, Filter, Filter],
+    products: tuple[TensorValue, TensorValue, TensorValue],
+    *,
+    dtype: str,
+) -> tuple[TensorValue, TensorValue, TensorValue]:
+    """Multiplies tokens of 8 bits as ``qkv_linear`` does those of floats, on Hopper.
+
+    Args:
+        tokens: As ``qkv_linear`` has them; C is a multiple of 16.
+        weights: As ``quantized_conv2d`` has its filter; so is the product of each.
+        products: See ``weights``.
+        dtype: Of the results: a float.
+
+    Raises:
+        ArgumentError: If shapes or dtypes do not fit.
+    """
+    given: list[Type | None] = [*map(_type, tokens)]
+    values = list(tokens)
+    for weight, product in zip(weights, products, strict=True):
+        given += [_matrix(weight), None]
+        values += [weight.dense, product, weight.bias]
+    outs = shapes.quantized_qkv_linear(*given, q_scale=1.0, k_scale=1.0, v_scale=1.0, dtype=dtype)
+    q, k, v = _custom("quantized_qkv_linear", values, outs)
+    return q, k, v
+
+
 def bmm(
     a: TensorValue,
     b: TensorValue,

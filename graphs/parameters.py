@@ -24,7 +24,7 @@ from maxvision.common.errors import ModelError
 from maxvision.graphs import arrange, formats
 from maxvision.graphs.arrange import rounded
 from maxvision.graphs.constants import filter_scales, quantized_filter
-from maxvision.graphs.quantize import STEPS, Grid, Rounding
+from maxvision.graphs.quantize import STEPS, Grid, Rounding, rescales
 
 ALIGNMENT = 64
 """Where a weight begins in a CPU's memory: at a multiple of this many bytes, a cache line."""
@@ -200,6 +200,7 @@ class Parameters:
         result: Rounding | None = None,
         rounded: Grid | None = None,
         steps: str = "",
+        epilogue: str = "none",
     ) -> tuple[Filter, TensorValue, list[float]]:
         """Returns a filter in 8 bits and what ops/conv2d/quantized.mojo takes beside it.
 
@@ -212,6 +213,7 @@ class Parameters:
             result: Those of the result; nothing if it is of wider floats.
             rounded: Those of what the residual is added to, on a CPU; nothing if it is not rounded.
             steps: Names what an integer of each filter stands for; nothing if that is its own.
+            epilogue: What the sums go through.
 
         Returns:
             The filter; what a sum of each stands for, float32 [F]; and the op's ``scales``.
@@ -224,7 +226,7 @@ class Parameters:
             return self._rounded_rows(filter, steps, to)
 
         if not self.device.is_cpu():
-            return self._quantized_on_hopper(filter, bias, rows, x, added, given, bool(result))
+            return self._quantized_on_hopper(filter, bias, rows, x, added, result, epilogue)
         depthwise = arrange.is_depthwise(shape, groups)
         size = math.prod(shape) if depthwise else arrange.byte_panels_size(shape, groups)
 
@@ -250,15 +252,18 @@ class Parameters:
         rows: Callable[[], tuple[np.ndarray, np.ndarray]],
         x: Rounding,
         added: Rounding,
-        given: Rounding,
-        in_quads: bool,
+        result: Rounding | None,
+        epilogue: str,
     ) -> tuple[Filter, TensorValue, list[float]]:
-        """Makes what the kernel for Hopper takes, which knows neither zeros nor the result's scale.
+        """Makes what the kernel for Hopper takes, which knows zeros only of a result it rescales.
 
-        The scale divides the others and the bias. Zeros become a part of the bias: what those of x
-        are multiplied by is the same for all windows, none of which reads padding.
+        Of others the scale divides the rest and the bias. Zeros become a part of the bias: what
+        those of x are multiplied by is the same for all windows, none of which reads padding.
         """
-        shape = self._filter_shape(filter)
+        shape, in_quads = self._filter_shape(filter), result is not None
+        unit = Grid(1.0, 0)
+        last = result if result and rescales(epilogue, result) else unit
+        given = result if result and last is unit else unit
         key = f"{x.scale!r}.{x.low}.{added.scale!r}.{added.low}.{given.scale!r}.{given.low}"
 
         def packed() -> np.ndarray:
@@ -277,7 +282,7 @@ class Parameters:
         dense = self._bind(f"{filter}.{kind.name}.{form}", packed, (math.prod(shape),), kind)
         product = self._bind(f"{filter}.product.{key}", scales, (shape[3],), DType.float32)
         of = self._bind(f"{filter}.bias.{key}", biases, (shape[3],), DType.float32)
-        numbers = [0.0, added.scale / given.scale, 0.0, 1.0, 0.0]
+        numbers = [0.0, added.scale / given.scale, 0.0, last.scale, float(-last.low)]
         return Filter(shape, 1, of, kind, dense=dense), product, numbers
 
     def quantized_shortcut(

@@ -28,6 +28,7 @@ Attribute = bool | int | float | str | tuple[int | str, ...]
 PRODUCTS_IN_BYTES = {
     "quantized_conv2d": 1,
     "quantized_linear": 1,
+    "quantized_qkv_linear": 3,
     "quantized_conv2d_shortcut": 2,
     "quantized_conv2d_chain": 2,
     "quantized_conv2d_shortcut_chain": 3,

@@ -18,6 +18,7 @@ import numpy as np
 
 from maxvision.common.errors import ModelError
 from maxvision.graphs.constants import LEVELS, Array, e4m3
+from maxvision.graphs.elementwise import activation
 from maxvision.graphs.program import Attribute, Node, Program, free, rebuilt
 from maxvision.graphs.types import FLOAT8
 
@@ -92,14 +93,22 @@ class Grid(NamedTuple):
         return self.scale * self.low, self.scale * (self.low + STEPS)
 
     @property
-    def activations(self) -> tuple[str, ...]:
-        """What Hopper's kernel computes before it stores the result: none before a zero point."""
+    def commuting(self) -> tuple[str, ...]:
+        """The activations of what is stored, rather than of what that stands for: zeros have none."""
         return ()
 
     @property
     def storing(self) -> tuple[str, dict[str, float]]:
         """How a float ``x0`` is stored: an expression, and the numbers ``x1``, ... in it."""
         return "x0 x1 mul round x2 add", {"inverse": 1 / self.scale, "zero": float(-self.low)}
+
+    @classmethod
+    def stored_by(cls, expression: str, numbers: Sequence[float]) -> Grid | None:
+        """Gives the integers as which an expression stores ``x0``; nothing if it does not."""
+        if expression != cls.made(1.0, 0).storing[0]:
+            return None
+        inverse, zero = numbers
+        return cls(1 / inverse, -round(zero))
 
     @property
     def standing(self) -> tuple[str, dict[str, float]]:
@@ -171,14 +180,19 @@ class Float8(NamedTuple):
         return -LEVELS[FLOAT8] * self.scale, LEVELS[FLOAT8] * self.scale
 
     @property
-    def activations(self) -> tuple[str, ...]:
-        """What Hopper's kernel computes of a result that it has scaled, before it stores that."""
+    def commuting(self) -> tuple[str, ...]:
+        """See ``Grid.commuting``."""
         return ("relu",)
 
     @property
     def storing(self) -> tuple[str, dict[str, float]]:
         """See ``Grid.storing``."""
         return "x0 x1 mul", {"inverse": 1 / self.scale}
+
+    @classmethod
+    def stored_by(cls, expression: str, numbers: Sequence[float]) -> Float8 | None:
+        """See ``Grid.stored_by``."""
+        return cls(1 / numbers[0]) if expression == cls.made(1.0).storing[0] else None
 
     @property
     def standing(self) -> tuple[str, dict[str, float]]:
@@ -196,6 +210,14 @@ KINDS: dict[str, type[Grid] | type[Float8]] = {"int8": Grid, FLOAT8: Float8}
 """Of activations, by the dtype of the weights that they are multiplied by: config.json's."""
 STORED: dict[str, type[Grid] | type[Float8]] = {"uint8": Grid, FLOAT8: Float8}
 """By the dtype in which activations are stored."""
+
+
+def rescales(epilogue: str, result: Rounding | None) -> bool:
+    """Tells whether Hopper's kernels divide a result by its scale behind an activation.
+
+    Elsewhere the scale divides what comes before. See ``rescales`` of ops/epilogue.mojo.
+    """
+    return result is not None and activation(epilogue) not in ("", *result.commuting)
 
 
 def rounding_of(node: Node) -> Rounding | None:

@@ -28,7 +28,7 @@ from maxvision.graphs.elementwise import (
     most_members,
     values_of,
 )
-from maxvision.graphs.types import EIGHT_BITS, FLOAT8, Size, Type, product, split
+from maxvision.graphs.types import EIGHT_BITS, FLOAT8, FLOATS, Size, Type, product, split
 
 MOST_AXES = 6
 """Axes of what an expression gives and a permute takes (ops/pointwise.mojo, ops/permute.mojo)."""
@@ -456,7 +456,7 @@ def quantized(name: str, op: Callable[..., Type]) -> Callable[..., Type]:
     ) -> Type:
         if x.dtype not in EIGHT_BITS:
             raise ArgumentError(f"{name}: expects x in uint8 or {FLOAT8} but has {x.dtype}")
-        if dtype not in ("float32", "bfloat16", "float16", x.dtype):
+        if dtype not in FLOATS and dtype != x.dtype:
             raise ArgumentError(f"{name}: gives floats or {x.dtype}, not {dtype}")
         if residual is not None and residual.dtype != dtype:
             raise ArgumentError(f"{name}: expects a residual in {dtype} but has {residual.dtype}")
@@ -608,6 +608,28 @@ def qkv_linear(*given: Type | None) -> tuple[Type, ...]:
             f"{name}: expects as many keys as values but has {k.shape[1]} and {v.shape[1]}"
         )
     return tuple(Type((*y.shape[:2], f), y.dtype) for y in tokens if y is not None)
+
+
+def quantized_qkv_linear(
+    *given: Type | None,
+    q_scale: float,
+    k_scale: float,
+    v_scale: float,
+    q_low: float = 0.0,
+    k_low: float = 0.0,
+    v_low: float = 0.0,
+    dtype: str = "float32",
+) -> tuple[Type, ...]:
+    """Types ``quantized_linear`` thrice: as ``qkv_linear``, then the steps of each."""
+    name, tokens, steps = "quantized_qkv_linear", given[:3], given[9:12]
+    found = qkv_linear(*given[:9])
+    for x in tokens[1:]:
+        assert x is not None and tokens[0] is not None
+        _of_bytes(name, tokens[0], x)
+    if dtype not in FLOATS:
+        raise ArgumentError(f"{name}: gives floats, not {dtype}")
+    _steps(name, found[0].shape[2], *steps)
+    return tuple(y._replace(dtype=dtype) for y in found)
 
 
 def matmul(
@@ -1616,6 +1638,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "quantized_conv2d_shortcut_chain": quantized_conv2d_shortcut_chain,
     "quantized_linear": quantized_linear,
     "qkv_linear": qkv_linear,
+    "quantized_qkv_linear": quantized_qkv_linear,
     "row_moments": row_moments,
     "linear_moments": linear_moments,
     "normed_linear": normed_linear,

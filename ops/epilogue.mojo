@@ -25,7 +25,7 @@ CPU; the result is rounded once, to the output's dtype.
 
 from std.math import iota
 from std.memory import bitcast
-from std.sys import is_gpu, simd_width_of
+from std.sys import is_gpu, simd_width_of, size_of
 from std.sys.intrinsics import masked_store
 from std.utils import IndexList
 
@@ -123,6 +123,21 @@ struct Epilogue(TrivialRegisterPassable):
         """
         return self.normalizes or self.measures
 
+    def rescales[dtype: DType](self) -> Bool:
+        """Tells whether the result is divided by its scale behind the activation, on Hopper.
+
+        A scale commutes with no activation, and with a ReLU where there is no zero point: elsewhere
+        the numbers that it would divide are given in steps of the result.
+
+        Parameters:
+            dtype: Of the result.
+
+        Returns:
+            True behind an activation, of 8 bits.
+        """
+        var commutes = self.name in ["none", "add"] or (self.relu and dtype.is_floating_point())
+        return self.scales and size_of[dtype]() == 1 and not commutes
+
     def label(self) -> String:
         """Names the epilogue for a profiler, as a part of a kernel's symbol.
 
@@ -202,7 +217,7 @@ def activate[
         var narrow = rebind[SIMD[F32, width]](v)
         comptime if epilogue.relu:
             return rebind[SIMD[wide, width]](relu(narrow))
-        elif dtype == BF16:
+        elif dtype == BF16 or (is_gpu() and size_of[dtype]() == 1):
             return rebind[SIMD[wide, width]](gelu_narrow(narrow))
         else:
             return rebind[SIMD[wide, width]](gelu(narrow))

@@ -213,7 +213,7 @@ def layernorm_kernel[
             value = value * o.weight[unsafe_offset=c] + o.bias[unsafe_offset=c]
         else:
             value *= o.weight[unsafe_offset=c]
-        to[unsafe_offset=c] = value.cast[out]()
+        to[unsafe_offset=c] = narrowed[out](value)
 
 
 @always_inline
@@ -275,7 +275,7 @@ def normalise_vectors[
             var value = (values[v] * scale).fma(
                 weight.unsafe_load[width=width, alignment=16](c), shift
             )
-            to.unsafe_store[alignment=ALIGN[out, width]](c, value.cast[out]())
+            to.unsafe_store[alignment=ALIGN[out, width]](c, narrowed[out](value))
 
 
 @__name(t"{norm}_{lanes}x{vectors}_{dtype}_{out}")

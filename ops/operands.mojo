@@ -363,12 +363,15 @@ struct Scales(KernelArgument, TrivialRegisterPassable):
     are added (gemm/hopper.mojo); any pointer if there is one source."""
     var residual: Affine
     """Of the whole residual."""
+    var result: Affine
+    """Of y where the epilogue `rescales`; elsewhere the other numbers are in steps of y."""
 
     def __init__(
         out self,
         product: Data[F32],
         residual: Affine = Affine(1, 0),
         *,
+        result: Affine = Affine(1, 0),
         first: Optional[Data[F32]] = None,
     ):
         """Names the scales.
@@ -376,9 +379,11 @@ struct Scales(KernelArgument, TrivialRegisterPassable):
         Args:
             product: Of each filter's sums.
             residual: Of the residual.
+            result: Of y, if the epilogue rescales.
             first: Of a first source's sums, if there are two.
         """
-        self.product, self.residual, self.first = product, residual, first.or_else(product)
+        self.product, self.residual, self.result = product, residual, result
+        self.first = first.or_else(product)
 
 
 struct Levels(TrivialRegisterPassable):

@@ -18,10 +18,9 @@ from max.dtype import DType
 from maxvision.graphs.arrange import is_aligned, is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Array, filter_scales
-from maxvision.graphs.elementwise import activation as activation_of
 from maxvision.graphs.passes.fuse import activation, is_activation
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
-from maxvision.graphs.quantize import GROUP, STEPS, Float8, Grid, Rounding, rounding_of
+from maxvision.graphs.quantize import GROUP, STEPS, STORED, Float8, Grid, Rounding, rounding_of
 from maxvision.graphs.shapes import sides
 
 PRODUCTS = {"conv2d": "quantized_conv2d", "linear": "quantized_linear"}
@@ -374,11 +373,6 @@ class _Rewriting:
         if product is None or self.program.only_user(product.output) is not node:
             return None
         grid = self.rounded[value]
-        if self.on.is_gpu and activation_of(saturating(product, grid)) not in (
-            "",
-            *grid.activations,
-        ):
-            return None
         beside = [self.rounded.get(each) for each in (product.inputs[0], *product.inputs[3:])]
         return product if all(type(each) is type(grid) for each in beside) else None
 
@@ -525,6 +519,72 @@ class _Rewriting:
         attributes: dict[str, Attribute] = {"expression": expression, "dtype": dtype}
         inputs = (source, *(each.output for each in made))
         return [*made, Node("pointwise", inputs, (to,), attributes)]
+
+
+def rounded(program: Program, on: Backend) -> Program:
+    """Lets ops store 8 bits that give results of which nothing but these is read, on Hopper.
+
+    The scale of a layer norm's result is part of its weight and bias.
+    """
+    if not on.is_hopper:
+        return program
+    rewrite, taken = Rewrite(program), set(program.types)
+    for node in program.nodes:
+        grids = [_stored(program, value) for value in node.outputs]
+        if node.at_load or len({type(grid) for grid in grids}) > 1 or not (first := grids[0]):
+            continue
+        attributes: dict[str, Attribute] = {**node.attributes, "dtype": first.stored}
+        inputs, made = node.inputs, list[Node]()
+        if node.op == "layer_norm" and program.constants.issuperset(inputs[1:]):
+            inputs, made = _scaled_norm(program, node, taken)
+        elif node.op == "attention" and attention_stores(program, node, on):
+            attributes |= _named("result", first)
+        elif node.op == "depthwise_qkv" and False:
+            for part, grid in zip("qkv", grids, strict=True):
+                assert grid
+                attributes |= _named(part, grid)
+        else:
+            continue
+        roundings = [user for value in node.outputs if (user := program.only_user(value))]
+        outputs = tuple(each.output for each in roundings)
+        new = replace(node, inputs=inputs, outputs=outputs, attributes=attributes)
+        rewrite.replace([node, *roundings], *made, new, place=node)
+    return rewrite.done()
+
+
+def attention_stores(program: Program, node: Node, on: Backend) -> bool:
+    return False
+
+
+def _stored(program: Program, value: str) -> Rounding | None:
+    """Gives the 8 bits as which a value is stored, if nothing else reads it."""
+    user = program.only_user(value)
+    kind = STORED.get(program.types[user.output].dtype) if user else None
+    if user is None or kind is None or user.op != "pointwise" or user.inputs[0] != value:
+        return None
+    numbers = [program.producers.get(each) for each in user.inputs[1:]]
+    known = [float(n.attributes["value"]) for n in numbers if n and n.op == "full"]  # type: ignore[arg-type]
+    complete = len(known) == len(numbers)
+    return kind.stored_by(str(user.attributes["expression"]), known) if complete else None
+
+
+def _scaled_norm(
+    program: Program, norm: Node, taken: set[str]
+) -> tuple[tuple[str, ...], list[Node]]:
+    """Makes a layer norm give steps of what its result is stored as, by its weight and bias."""
+    user = program.only_user(norm.output)
+    assert user
+    inverse, *zero = user.inputs[1:]
+    x, weight, bias = norm.inputs
+    names = [free(taken, f"{norm.name}.{part}.steps") for part in ("weight", "bias")]
+    made = [
+        Node("mul", (each, inverse), (name,), at_load=True)
+        for each, name in zip((weight, bias), names, strict=True)
+    ]
+    if zero:
+        names.append(free(taken, f"{norm.name}.bias.stored"))
+        made.append(Node("add", (names[1], zero[0]), (names[2],), at_load=True))
+    return (x, names[0], names[-1]), made
 
 
 def _named(what: str, grid: Rounding) -> dict[str, Attribute]:

@@ -14,14 +14,13 @@ from maxvision.graphs.backend import Backend
 from maxvision.graphs.elementwise import most_members
 from maxvision.graphs.passes.elementwise import is_cast, is_expression, text
 from maxvision.graphs.program import Node, Program, rebuilt
+from maxvision.graphs.types import FLOATS
 
 LARGEST = 1 << 21
 """Numbers of a value that is computed at another time, at most.
 
 Caches have forgotten it then, and to read more from memory takes longer than a launch.
 """
-FLOATS = frozenset(("float32", "bfloat16", "float16"))
-"""The floats that a GPU computes."""
 OF_INTEGERS = frozenset(("add", "sub", "mul"))
 """The ops that int64 are computed by."""
 

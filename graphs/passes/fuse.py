@@ -554,8 +554,8 @@ def _setting(node: Node, name: str) -> tuple[int, int]:
     return pair(node.attributes.get(name, 0 if name == "padding" else 1))
 
 
-def qkv(program: Program, _: Backend) -> Program:
-    """Multiplies query, key and value tokens by their weights in one op."""
+def qkv(program: Program, on: Backend) -> Program:
+    """Multiplies query, key and value tokens by their weights in one op; in 8 bits on Hopper."""
     rewrite = Rewrite(program)
     for node in program.nodes:
         if node.op != "attention":
@@ -564,7 +564,11 @@ def qkv(program: Program, _: Backend) -> Program:
         linears = [
             each
             for each in found
-            if _is_dense_linear(each, program, "none") and program.only_user(each.output) is node
+            if (
+                _is_dense_linear(each, program, "none")
+                or _is_linear_in_bytes(each, on)
+            )
+            and program.only_user(each.output) is node
         ]
         if len(linears) < 3 or len({each.output for each in linears}) < 3:
             continue
@@ -572,14 +576,23 @@ def qkv(program: Program, _: Backend) -> Program:
         shapes = {program.types[each.inputs[1]].shape for each in linears}
         if len(shapes) > 1 or given[1] != given[2] or any(len(x.shape) != 3 for x in given):
             continue
+        if len({(each.op, program.types[each.inputs[0]].dtype) for each in linears}) > 1:
+            continue
         inputs = [each.inputs[0] for each in linears]
         for each in linears:
             inputs += (*each.inputs, "")[1:3]
+        op, attributes = "qkv_linear", dict[str, Attribute]()
+        if linears[0].op == "quantized_linear":
+            op, inputs = f"quantized_{op}", [*inputs, *((*n.inputs, "", "", "")[4] for n in linears)]
+            attributes["dtype"] = linears[0].attributes["dtype"]
+            for part, each in zip(("q_", "k_", "v_"), linears, strict=True):
+                named = (name for name in Grid._fields if name in each.attributes)
+                attributes |= {f"{part}{name}": each.attributes[name] for name in named}
         new = Node(
-            "qkv_linear",
+            op,
             tuple(inputs),
             tuple(each.output for each in linears),
-            {},
+            attributes,
             tuple(dict.fromkeys(layer for each in linears for layer in each.layers)),
         )
         order = {n.output: i for i, n in enumerate(program.nodes)}
@@ -720,6 +733,17 @@ def mlp(program: Program, on: Backend) -> Program:
             )
             rewrite.replace([first, second], new)
     return rewrite.done()
+
+
+def _is_linear_in_bytes(node: Node | None, on: Backend) -> TypeGuard[Node]:
+    """Tells whether a node is a linear layer of 8-bit tokens on Hopper, with no activation."""
+    return (
+        on.is_hopper
+        and _is(node, "quantized_linear")
+        and not node.inputs[3:4]
+        and node.attributes.get("epilogue", "none") == "none"
+        and not _stores_bytes(node)
+    )
 
 
 def _is_dense_linear(node: Node | None, program: Program, epilogue: str) -> TypeGuard[Node]:

@@ -12,8 +12,9 @@ A CPU computes in float32 beside the integers. There what the residual is added 
 uint8 first, with a scale and a zero point of its own, as in a QDQ file of ONNX. On Hopper x and the
 filters may be float8_e4m3fn instead, and y, to which `store` rounds and saturates too: these have no
 zero points, and sums are float32 (Micikevicius et al. 2022, arXiv:2209.05433). Hopper's kernel
-(gemm/hopper.mojo) knows no zero points, and of scales that of each filter and the residual's alone:
-graphs/parameters.py puts the others into these and the bias.
+(gemm/hopper.mojo) knows no zero point of x or of the residual, and the result's scale and zero point only
+behind an activation (`rescales` of ops/epilogue.mojo): graphs/parameters.py puts the others into the
+scales of the filters and of the residual, and the bias.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -87,6 +88,7 @@ struct QuantizedConv2d:
         var beside = data(residual).unsafe_bitcast[Scalar[y.dtype]]()  # x if nothing is added
         comptime scaled = Epilogue(epilogue, scales=True, rounds=rounds)
         var added = Affine(given[unsafe_offset=1], given[unsafe_offset=2])
+        var result = Affine(given[unsafe_offset=3], given[unsafe_offset=4])
         comptime if target == "cpu":
             comptime assert not floats, "quantized_conv2d: a CPU multiplies no floats of 8 bits"
             comptime assert (
@@ -102,7 +104,7 @@ struct QuantizedConv2d:
                 data(product),
                 residual=added,
                 rounded=between,
-                result=Affine(given[unsafe_offset=3], given[unsafe_offset=4]),
+                result=result,
                 zero=Int32(given[unsafe_offset=0]),
             )
             conv2d_cpu[scaled, members](g, o, levels)
@@ -112,6 +114,5 @@ struct QuantizedConv2d:
             var o = Operands[x.dtype, y.dtype, filter.dtype](
                 data(x), data(filter), data(bias), beside, data(y)
             )
-            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow, windows](
-                g, o, Scales(data(product), added), ctx
-            )
+            var numbers = Scales(data(product), added, result=result)
+            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow, windows](g, o, numbers, ctx)

@@ -50,6 +50,7 @@ from .tuning import (
     choose,
     choose_bytes,
     chosen,
+    of_bytes,
     turned,
 )
 from .turned import turned_gemm
@@ -368,9 +369,12 @@ def gemm_bytes[
         if turned[bytes=True](row, g, ceildiv(g.c, ROW), device).config == index:
             byte_tile[dtype, right, out, epilogue, narrow, index](g, o, 1, scales, ctx)
             return
-    comptime for i in range(len(CONFIGS)):
-        if row.config == i:
-            byte_tile[dtype, right, out, epilogue, narrow, i](g, o, row.splits, scales, ctx)
+    comptime if narrow:
+        row = alike(row)
+    comptime for i in range(FIRST_TURNED):
+        comptime if of_bytes(i, epilogue, narrow):
+            if row.config == i:
+                byte_tile[dtype, right, out, epilogue, narrow, i](g, o, row.splits, scales, ctx)
 
 
 def byte_tile[
@@ -378,7 +382,7 @@ def byte_tile[
 ](
     g: Geometry, o: Operands[dtype, out, right], splits: Int, scales: Scales, ctx: DeviceContext
 ) raises:
-    """Enqueues a product of 8-bit numbers in one of the tiles of CONFIGS or TURNED.
+    """Enqueues a product of 8-bit numbers in one of the tiles of CONFIGS, PINGPONG or TURNED.
 
     Parameters:
         dtype: As `gemm_bytes` has it; so are the next four.
@@ -401,6 +405,9 @@ def byte_tile[
     comptime if index < len(CONFIGS):
         comptime config = CONFIGS[index].halved() if narrow else CONFIGS[index]
         hopper_gemm[dtype, epilogue, config, out, right](g, o, splits, ctx, scales=scales)
+    elif index < FIRST_TURNED:
+        comptime config = PINGPONG[index - FIRST_PINGPONG]
+        pingpong_gemm[dtype, epilogue, config, out, right](g, o, ctx, scales=scales)
     else:
         comptime config = TURNED[index - FIRST_TURNED].of_bytes(narrow=narrow)
         turned_gemm[dtype, epilogue, config, right](
@@ -432,13 +439,9 @@ def gemm_group[
     comptime hopper = IS_HOPPER and (dtype.is_half_float() or tf32)
     comptime if hopper:
         if takes[dtype](sizes[0]):
-            var rows = 0
-            comptime for i in range(products):
-                rows += sizes[i].pixels()
-            var all = Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
             comptime WIDTH = ROW // size_of[dtype]()
             comptime none = Epilogue("none")
-            var row = choose(all, WIDTH, none, Device(ctx))
+            var row = choose(_together(sizes), WIDTH, none, Device(ctx))
             comptime for i in range(FIRST_TURNED):
                 if row.config == i:
                     comptime if i < FIRST_RESIDENT:
@@ -459,6 +462,58 @@ def gemm_group[
     else:
         comptime for i in range(products):
             gemm[dtype, Epilogue("none"), True, tf32](sizes[i], operands[i], Batch(), ctx)
+
+
+def gemm_bytes_group[
+    dtype: DType, right: DType, out: DType, products: Int
+](
+    sizes: Array[Geometry, products],
+    operands: Array[Operands[dtype, out, right], products],
+    scales: Array[Scales, products],
+    ctx: DeviceContext,
+) raises:
+    """Enqueues matrix products of 8-bit numbers of the same K and F in one launch, on Hopper.
+
+    Parameters:
+        dtype: Of x.
+        right: Of w.
+        out: Of y: a float.
+        products: How many there are.
+
+    Args:
+        sizes: Of each product.
+        operands: The tensors of each.
+        scales: Of the sums of each.
+        ctx: The GPU.
+
+    Raises:
+        If the launch fails, or the copy engine does not take the sizes.
+    """
+    comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
+    comptime epilogue = Epilogue("none", scales=True)
+    if not takes[dtype, out](sizes[0]):
+        raise Error(NOT_ALIGNED)
+    var row = choose_bytes(_together(sizes), epilogue, Device(ctx))
+    comptime for i in range(FIRST_TURNED):
+        comptime if of_bytes(i, epilogue, narrow=False):
+            if row.config == i:
+                comptime if i < FIRST_RESIDENT:
+                    hopper_gemms[dtype, epilogue, CONFIGS[i], products, out, right](
+                        sizes, operands, row.splits, ctx, scales=scales
+                    )
+                else:
+                    comptime config = PINGPONG[i - FIRST_PINGPONG]
+                    pingpong_gemms[dtype, epilogue, config, products, out, right](
+                        sizes, operands, ctx, scales=scales
+                    )
+
+
+def _together[products: Int, //](sizes: Array[Geometry, products]) -> Geometry:
+    """Gives the sizes of a product of the rows of all, by which a tile is chosen."""
+    var rows = 0
+    comptime for i in range(products):
+        rows += sizes[i].pixels()
+    return Geometry(rows=rows, depth=sizes[0].c, columns=sizes[0].f)
 
 
 def gemm_shortcut[
@@ -536,7 +591,7 @@ def gemm_bytes_shortcut[
     comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
     if not (takes[dtype](g) and takes[dtype](beside)):
         raise Error(NOT_ALIGNED)
-    var row = choose_bytes(g, epilogue, Device(ctx), ceildiv(beside.c, ROW))
+    var row = alike(choose_bytes(g, epilogue, Device(ctx), ceildiv(beside.c, ROW)))
     if materialize[CONFIGS]()[row.config].columns > WIDEST:
         row.config = WIDE
     comptime for i in range(len(CONFIGS)):

@@ -52,6 +52,18 @@ def gemm_group[
 
 
 @doc_hidden
+def gemm_bytes_group[
+    dtype: DType, right: DType, out: DType, products: Int
+](
+    sizes: Array[Geometry, products],
+    operands: Array[Operands[dtype, out, right], products],
+    scales: Array[Scales, products],
+    ctx: DeviceContext,
+) raises:
+    comptime assert False, REASON
+
+
+@doc_hidden
 def gemm_shortcut[
     dtype: DType, tf32: Bool, aligned: Bool
 ](

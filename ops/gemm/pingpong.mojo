@@ -39,7 +39,7 @@ from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import EpilogueTensors, finish_rows
-from ..hopper.mma import ROWS, Matrix, mma
+from ..hopper.mma import ROWS, SUM, Matrix, mma
 from ..hopper.moments import Norm, RowMoments, RowNorm
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
@@ -54,8 +54,8 @@ from ..hopper.ptx import (
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
-from ..operands import Operands
-from .hopper import filter_map, several
+from ..operands import Operands, Scales
+from .hopper import dtypes, filter_map, several
 
 comptime SHARED = 227 * 1024
 """Bytes of shared memory of a block, its alignment among them."""
@@ -118,6 +118,18 @@ struct PingPong(TrivialRegisterPassable):
         return min((each * (self.groups + 1) - PRODUCER_REGISTERS) // self.groups // 8 * 8, 240)
 
     @always_inline
+    def row[dtype: DType](self) -> Int:
+        """Counts the bytes of a row of the boxes in which results leave.
+
+        Parameters:
+            dtype: Of the results.
+
+        Returns:
+            128, or 64 where the filters are no multiple of it.
+        """
+        return ROW if self.columns * size_of[dtype]() % ROW == 0 else ROW // 2
+
+    @always_inline
     def results[dtype: DType](self) -> Int:
         """Counts the boxes that a tile's result takes.
 
@@ -125,9 +137,9 @@ struct PingPong(TrivialRegisterPassable):
             dtype: Of the result.
 
         Returns:
-            One for each 128 bytes of a row.
+            One for each `row` bytes of a row.
         """
-        return self.columns * size_of[dtype]() // ROW
+        return self.columns * size_of[dtype]() // self.row[dtype]()
 
     def room(self, steps: Int) -> Int:
         """Counts the boxes that the filters leave room for.
@@ -150,7 +162,7 @@ struct PingPong(TrivialRegisterPassable):
             steps: Of K.
 
         Returns:
-            One for each 128 bytes of a row if the ring keeps `FEWEST` stages, else fewer.
+            `results` if the ring keeps `FEWEST` stages, else fewer.
         """
         var most = (self.room(steps) - FEWEST) // self.groups
         return min(self.results[dtype](), max(1, most))
@@ -182,17 +194,24 @@ struct PingPong(TrivialRegisterPassable):
         return not epilogue.joins and self.room(steps) >= FEWEST + self.groups
 
 
-@__name(t"gemm_pingpong_{config.label()}_{epilogue.label()}{several(products)}_{dtype}")
+@__name(
+    t"gemm_pingpong_{config.label()}_{epilogue.label()}{several(products)}_{dtypes[dtype, out, right]()}"
+)
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def pingpong_kernel[
-    dtype: DType, epilogue: Epilogue, config: PingPong, products: Int = 1
+    dtype: DType,
+    epilogue: Epilogue,
+    config: PingPong,
+    products: Int = 1,
+    out: DType = dtype,
+    right: DType = dtype,
 ](
     maps: TensorMaps[3 * products],
-    tensors: EpilogueTensors[dtype, products, False, epilogue.normed()],
+    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
     problem: Problem[products],
     stages: Int32,
     boxes: Int32,
@@ -200,14 +219,16 @@ def pingpong_kernel[
     """Computes tiles of the same filters.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x, and of w and y unless they are named.
         epilogue: What the accumulator goes through; it does not add.
         config: Consumers and filters.
         products: Products of the launch.
+        out: Of y.
+        right: Of w.
 
     Args:
         maps: Tensor maps of x (im2col, or a matrix), w[F, R * S, C] and y[M, F] of each product.
-        tensors: Bias and y.
+        tensors: Bias and y, and the scales.
         problem: Sizes.
         stages: Of the ring.
         boxes: Of results of each consumer.
@@ -236,7 +257,7 @@ def pingpong_kernel[
             _produce[dtype, config](maps.address(), problem, filters, pipeline)
     else:
         registers_take[config.registers()]()
-        _consume[dtype, epilogue, config](
+        _consume[dtype, out, right, epilogue, config](
             maps.address(), tensors, problem, filters, pipeline, results, boxes, Fragment(t)
         )
 
@@ -292,10 +313,10 @@ def _produce[
 
 @always_inline
 def _consume[
-    dtype: DType, epilogue: Epilogue, config: PingPong
+    dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: PingPong
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype, _, False, epilogue.normed()],
+    tensors: EpilogueTensors[out, _, _, _],
     problem: Problem[_],
     filters: Pipeline,
     at_start: Pipeline,
@@ -304,10 +325,11 @@ def _consume[
     at: Fragment,
 ):
     """Multiplies and finishes the consumer's tiles."""
-    comptime WIDTH = ROW // size_of[dtype]()
+    comptime WIDTH = config.row[out]() // size_of[out]()
     comptime COLUMNS = config.columns
     comptime GROUPS = Int32(config.groups)
-    comptime RESULTS = config.results[dtype]()
+    comptime RESULTS = config.results[out]()
+    comptime multiply = mma[dtype, COLUMNS, right=right]
     var schedule = problem.schedule
     var steps = problem.steps()
     var leads = at.leads()
@@ -324,7 +346,7 @@ def _consume[
     pipeline.advance(UInt32(at.group() * steps))
     var own_results = results + UInt32(at.group() * boxes * Int32(BOX))
     var box = Int32(0)
-    var sums = Sums[COLUMNS](fill=0)
+    var sums = Sums[COLUMNS, SUM[dtype]](fill=0)
     for number in tiles.turns(at.group(), GROUPS):
         var tile = schedule.tile(number)
         var m0 = tile.row * Int32(ROWS)
@@ -339,7 +361,7 @@ def _consume[
         pipeline.wait()
         filters.wait(0)
         wgmma_fence_aligned()
-        sums = mma[dtype, COLUMNS, clear=True](
+        sums = mma[dtype, COLUMNS, clear=True, right=right](
             Matrix(pipeline.stage()), Matrix(filters.stage(0)), sums
         )
         wgmma_commit_group_sync()
@@ -348,7 +370,7 @@ def _consume[
             pipeline.wait()
             filters.wait(k)
             wgmma_fence_aligned()
-            sums = mma[dtype, COLUMNS](Matrix(pipeline.stage()), Matrix(filters.stage(k)), sums)
+            sums = multiply(Matrix(pipeline.stage()), Matrix(filters.stage(k)), sums)
             wgmma_commit_group_sync()
             wgmma_wait_group_sync[1]()
             if leads:
@@ -369,7 +391,9 @@ def _consume[
             if leads:
                 _box_read[RESULTS](boxes)
             sync_threads(own, UInt32(WARPGROUP))
-            finish_rows[dtype, epilogue, WIDTH, first=column, pitch=BOX](
+            finish_rows[
+                out, epilogue, WIDTH, first=column, pitch=BOX, bytes=config.row[out]()
+            ](
                 to,
                 at,
                 sums,
@@ -400,58 +424,76 @@ def _box_read[most: Int](boxes: Int32):
 
 
 def pingpong_gemm[
-    dtype: DType, epilogue: Epilogue, config: PingPong
+    dtype: DType, epilogue: Epilogue, config: PingPong, out: DType = dtype, right: DType = dtype
 ](
     g: Geometry,
-    o: Operands[dtype],
+    o: Operands[dtype, out, right],
     ctx: DeviceContext,
     *,
     constant: Bool = True,
+    scales: Optional[Scales] = None,
     norm: Optional[Norm] = None,
 ) raises:
     """Enqueues a convolution, or a matrix product.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x, and of w and y unless they are named.
         epilogue: What the accumulator goes through; it does not add.
         config: Consumers and filters, which take the product.
+        out: Of y.
+        right: Of w.
 
     Args:
         g: Sizes; one group.
         o: The tensors.
         ctx: The GPU.
         constant: Whether w is a weight, which no kernel writes.
+        scales: Of the sums, if the epilogue scales.
         norm: Moments of the rows of x, if the epilogue normalises.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    pingpong_gemms[dtype, epilogue, config, 1]([g], [o], ctx, constant=constant, norm=norm)
+    var of_one = Optional[Array[Scales, 1]](None)
+    comptime if epilogue.scales:
+        of_one = Array[Scales, 1](fill=scales.value())
+    pingpong_gemms[dtype, epilogue, config, 1, out, right](
+        [g], [o], ctx, constant=constant, scales=of_one, norm=norm
+    )
 
 
 def pingpong_gemms[
-    dtype: DType, epilogue: Epilogue, config: PingPong, products: Int
+    dtype: DType,
+    epilogue: Epilogue,
+    config: PingPong,
+    products: Int,
+    out: DType = dtype,
+    right: DType = dtype,
 ](
     sizes: Array[Geometry, products],
-    operands: Array[Operands[dtype], products],
+    operands: Array[Operands[dtype, out, right], products],
     ctx: DeviceContext,
     *,
     constant: Bool = True,
+    scales: Optional[Array[Scales, products]] = None,
     norm: Optional[Norm] = None,
 ) raises:
     """Enqueues products of the same K and F in one launch.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x, and of w and y unless they are named.
         epilogue: What the accumulator goes through; it does not add.
         config: Consumers and filters, which take the products.
         products: How many there are.
+        out: Of y.
+        right: Of w.
 
     Args:
         sizes: Of each product; one group.
         operands: The tensors of each; all have the alpha of the first.
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
+        scales: Of the sums of each, if the epilogue scales.
         norm: As in `pingpong_gemm`; of one product.
 
     Raises:
@@ -461,8 +503,10 @@ def pingpong_gemms[
     comptime for i in range(products):
         var g, o = sizes[i], operands[i]
         maps.maps[3 * i] = pixels_map[dtype](ctx, o.x, g, ROWS)
-        maps.maps[3 * i + 1] = filter_map[dtype](ctx, o.w, g, config.columns)
-        maps.maps[3 * i + 2] = matrix_map[dtype](ctx, o.y, rows=g.pixels(), columns=g.f, box=ROWS)
+        maps.maps[3 * i + 1] = filter_map[right](ctx, o.w, g, config.columns)
+        maps.maps[3 * i + 2] = matrix_map[out](
+            ctx, o.y, rows=g.pixels(), columns=g.f, box=ROWS, bytes=config.row[out]()
+        )
     var problem = Problem[products](
         sizes,
         rows=ROWS,
@@ -472,20 +516,23 @@ def pingpong_gemms[
         alpha=operands[0].alpha,
         constant=constant,
     )
-    var tensors = EpilogueTensors[dtype, products, False, epilogue.normed()](operands)
+    var tensors = EpilogueTensors[out, products, epilogue.scales, epilogue.normed()](operands)
     comptime if epilogue.normed():
         tensors.norm[0] = norm.value()
+    comptime if epilogue.scales:
+        comptime for i in range(products):
+            tensors.scales[i] = scales.value()[i]
     # A multiple of the tiles of filters, so that a block keeps to one; no more than there are tiles.
     var columns = Int(problem.schedule.columns)
     var blocks = max(products, Device(ctx).multiprocessors // columns) * columns
     var steps = Int(problem.steps())
-    launch[pingpong_kernel[dtype, epilogue, config, products]](
+    launch[pingpong_kernel[dtype, epilogue, config, products, out, right]](
         ctx,
         maps,
         tensors,
         problem,
-        Int32(config.stages[dtype](steps)),
-        Int32(config.boxes[dtype](steps)),
+        Int32(config.stages[out](steps)),
+        Int32(config.boxes[out](steps)),
         grid_dim=problem.schedule.blocks(blocks),
         block_dim=config.threads(),
         shared=SHARED,

@@ -5,7 +5,7 @@ for each line and tile `row images side channels filters kernel stride epilogue 
 error`, or of a tile of turned.mojo `turned` and the same: the time of a launch, with other filters
 each time; and the difference from the CUDA-core kernel, relative, in the Frobenius norm. The first
 line is `# ` and the GPU. `program_of_bytes` does so for products of 8-bit integers, with the tiles of
-hopper.mojo, and compares them with the smallest.
+hopper.mojo and pingpong.mojo, and compares them with the smallest of the former.
 """
 
 from max.gpu.host import DeviceBuffer
@@ -128,7 +128,7 @@ struct Tuner[dtype: DType, right: DType]:
             comptime scaled = Epilogue(epilogue.name, scales=True)
             var scales = Scales(rebind[Data[F32]](self.scales.unsafe_ptr()))
             comptime for narrow in [False, True]:
-                if narrow == (0 < g.c % ROW and g.c % ROW <= ROW // 2):
+                if narrow == self.is_narrow(g):
                     byte_tile[U8, I8, U8, scaled, narrow, index](
                         g,
                         rebind[Operands[U8, U8, I8]](o),
@@ -138,6 +138,17 @@ struct Tuner[dtype: DType, right: DType]:
                     )
         else:
             gemm_tile[HALF, epilogue, index](g, rebind[Operands[HALF]](o), splits, self.bench.ctx)
+
+    def is_narrow(self, g: Geometry) -> Bool:
+        """Tells whether the stages of a product of 8-bit numbers have half of 128 bytes.
+
+        Args:
+            g: Sizes.
+
+        Returns:
+            False in 16 bits.
+        """
+        return Self.BYTES and 0 < g.c % ROW and g.c % ROW <= ROW // 2
 
     def timed[epilogue: Epilogue, index: Int](self, g: Geometry, splits: Int) raises -> Float64:
         """Times a tile.
@@ -189,22 +200,24 @@ struct Tuner[dtype: DType, right: DType]:
             comptime config = CONFIGS[i]
             var blocks = ceildiv(g.pixels(), config.rows()) * ceildiv(g.f, config.columns)
             self.tune_splits[epilogue, i](g, line, blocks, 1, 8 if config.split else 1)
-        comptime if Self.BYTES:
-            return
-        comptime for i in range(len(RESIDENT)):
-            comptime config = RESIDENT[i]
-            var blocks = PixelBox[config.rows()](g).tiles(g) * ceildiv(g.f, config.columns)
-            comptime least = 2 if config.split else 1
-            # Blocks do not go from tile to tile: of many, every one begins anew.
-            if blocks <= 1200:
-                self.tune_splits[epilogue, FIRST_RESIDENT + i](
-                    g, line, blocks, least, 8 if config.split else 1
-                )
+        comptime if not Self.BYTES:
+            comptime for i in range(len(RESIDENT)):
+                comptime config = RESIDENT[i]
+                var blocks = PixelBox[config.rows()](g).tiles(g) * ceildiv(g.f, config.columns)
+                comptime least = 2 if config.split else 1
+                # Blocks do not go from tile to tile: of many, every one begins anew.
+                if blocks <= 1200:
+                    self.tune_splits[epilogue, FIRST_RESIDENT + i](
+                        g, line, blocks, least, 8 if config.split else 1
+                    )
         comptime if not epilogue.joins:
             comptime for i in range(len(PINGPONG)):
                 comptime config = PINGPONG[i]
-                if config.takes(g.r * g.s * ceildiv(g.c, Self.STEP), epilogue):
+                var takes = config.takes(g.r * g.s * ceildiv(g.c, Self.STEP), epilogue)
+                if takes and not self.is_narrow(g):
                     self.tune_splits[epilogue, FIRST_PINGPONG + i](g, line, 0, 1, 1)
+        comptime if Self.BYTES:
+            return
         comptime for i in range(len(TURNED)):
             if turned_tiles[TURNED[i]](g, chunks=ceildiv(g.c, Self.STEP)) > 0:
                 self.tune_splits[epilogue, FIRST_TURNED + i](g, line, 0, 1, 1)
@@ -273,8 +286,7 @@ def _sweep[dtype: DType, right: DType]() raises:
             comptime adds: StaticString = "add" if dtype == U8 else "add_relu"
             tuner.tune[Epilogue(adds)](geometries[i], lines[i])
         elif epilogue == "gelu":
-            comptime if dtype != U8:  # nothing is stored in 8 bits behind one
-                tuner.tune[Epilogue("gelu")](geometries[i], lines[i])
+            tuner.tune[Epilogue("gelu")](geometries[i], lines[i])
         else:
             comptime plain: StaticString = "none" if dtype == U8 else "relu"
             tuner.tune[Epilogue(plain)](geometries[i], lines[i])

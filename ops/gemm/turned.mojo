@@ -500,7 +500,7 @@ def _consume[
             filled[i] = sums[i]
         comptime if epilogue.scales:
             finish_byte_columns[dtype, epilogue, config.stored()](
-                result.stage(), at, filled, of, tensors.residual_scale()
+                result.stage(), at, filled, of, tensors
             )
         else:
             finish_columns[dtype, epilogue, config.stored(), 0](

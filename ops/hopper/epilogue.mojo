@@ -177,6 +177,31 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
             return 1
 
     @always_inline
+    def rounded[
+        width: SIMDLength, //, epilogue: Epilogue
+    ](self, y: SIMD[F32, width]) -> SIMD[Self.dtype, width]:
+        """Rounds results of the first product to what is stored.
+
+        Parameters:
+            width: How many.
+            epilogue: What gave them.
+
+        Args:
+            y: The results.
+
+        Returns:
+            The nearest; if the epilogue rescales, to what they are in steps of y.
+        """
+        comptime if epilogue.rescales[Self.dtype]():
+            var result = self.scales[0].result
+            var steps = y * (1 / result.scale)
+            comptime if Self.dtype.is_integral():
+                steps = steps.__round__() + result.zero
+            return narrowed[Self.dtype](steps)
+        else:
+            return narrowed[Self.dtype](y)
+
+    @always_inline
     def bias_of[width: SIMDLength, sources: Int = 1](self, f: Int32) -> SIMD[F32, width]:
         """Loads the bias of neighbouring filters of the first product.
 
@@ -321,7 +346,7 @@ def finish_rows[
                 residual = _load[dtype, COUNT](place)
             var sum = _sums[COUNT, first // EACH + j, half](sums)
             var y = apply[epilogue, dtype](sum, here, residual, tensors.residual_scale())
-            _store(place, narrowed[dtype](y))
+            _store(place, tensors.rounded[epilogue](y))
 
 
 @always_inline
@@ -418,7 +443,7 @@ def finish_byte_columns[
     at: Fragment,
     sums: StaticTuple[Scalar[sum], _],
     of: Channels[2],
-    residual_scale: Float32,
+    tensors: EpilogueTensors[dtype, 1, _, _],
 ):
     """Finishes `columns` columns of 64 rows, turned over: each becomes 64 bytes of shared memory.
 
@@ -435,7 +460,7 @@ def finish_byte_columns[
         at: The thread's place.
         sums: Of the thread.
         of: Scale and bias of the thread's two rows.
-        residual_scale: Of the residual.
+        tensors: Have the scales of the residual and the result.
     """
     comptime BYTES = ROW // 2
     var lane = UInt32(at.lane())
@@ -451,8 +476,8 @@ def finish_byte_columns[
             comptime if epilogue.joins:
                 residual = bitcast[dtype, 4](bits[i]).cast[F32]()
             var four = pair[4 * j + i, 0](sums).interleave(pair[4 * j + i, 1](sums))
-            var y = apply[epilogue, dtype](four, both, residual, residual_scale)
-            bits[i] = bitcast[DType.uint32, 1](narrowed[dtype](y))
+            var y = apply[epilogue, dtype](four, both, residual, tensors.residual_scale())
+            bits[i] = bitcast[DType.uint32, 1](tensors.rounded[epilogue](y))
         shared_store_matrices[turned=True](place, bits)
 
 
@@ -580,7 +605,7 @@ def reduce_cluster[
             comptime if epilogue.joins:
                 residual = tensors.residual[0].unsafe_load[width=8, alignment=ALIGN](to).cast[F32]()
             var y = apply[epilogue, dtype](low.join(high), of, residual, tensors.residual_scale())
-            tensors.y[0].unsafe_store[alignment=ALIGN](to, narrowed[dtype](y))
+            tensors.y[0].unsafe_store[alignment=ALIGN](to, tensors.rounded[epilogue](y))
     cluster_sync()
 
 

@@ -273,7 +273,7 @@ def _group_norm(
 def _layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, *, eps: float = 1e-5, dtype: str = ""
 ) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return _rounded(F.layer_norm(x, x.shape[-1:], weight, bias, eps), dtype)
 
 
 def _layer_norm_grad(
@@ -408,6 +408,17 @@ def _qkv_linear(*given: Any) -> list[Tensor]:
     return [F.linear(given[i], given[3 + 2 * i], given[4 + 2 * i]) for i in range(3)]
 
 
+def _quantized_qkv_linear(*given: Any, dtype: str = "", **numbers: float) -> list[Tensor]:
+    linear = _quantized(_linear)
+    return [
+        linear(
+            given[i], given[3 + 2 * i], given[4 + 2 * i],
+            scale=numbers[f"{part}_scale"], low=numbers.get(f"{part}_low", 0.0),
+        )
+        for i, part in enumerate("qkv")
+    ]  # fmt: skip
+
+
 def _gather_rows(
     x: Tensor, onto: Any = None, weight: Any = None, bias: Any = None, *, size: Any, shifts: Any,
     shape: Any, axes: Any, rolls_first: bool, eps: float = 1e-5,
@@ -484,9 +495,14 @@ def _pointwise(*given: Tensor, expression: str, dtype: str = "") -> Tensor:
             number = 0 if is_value else torch.tensor(float(word), dtype=torch.float64)
             stack.append(given[int(word[1:])] if is_value else number)
     (result,) = stack
+    return _rounded(result, dtype)
+
+
+def _rounded(y: Tensor, dtype: str) -> Tensor:
+    """Rounds to 8 bits; floats are float64 whatever they are called."""
     if dtype == FLOAT8:
-        return _e4m3(result)
-    return result.round().clamp(0, 255) if dtype == "uint8" else result
+        return _e4m3(y)
+    return y.round().clamp(0, 255) if dtype == "uint8" else y
 
 
 def _foreach(*given: Tensor, expression: str, dtype: str = "") -> list[Tensor]:
@@ -730,6 +746,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "quantized_conv2d_shortcut_chain": _quantized_shortcut_chain,
     "quantized_linear": _quantized(_linear),
     "qkv_linear": _qkv_linear,
+    "quantized_qkv_linear": _quantized_qkv_linear,
     "row_moments": _row_moments,
     "linear_moments": _linear_moments,
     "normed_linear": _normed_linear,

@@ -27,7 +27,7 @@ from maxvision.graphs.passes import PASSES, align, foreach, fuse, norms
 from maxvision.graphs.pixels import from_pixels
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.resnet import RESNETS
-from maxvision.graphs.types import BATCH
+from maxvision.graphs.types import BATCH, FLOAT8
 from tests.graphs import nets
 from tests.graphs.interpret import inputs, interpret, weights
 
@@ -206,6 +206,21 @@ def rounded_sum(net: Net, x: Value, *, flip: bool = False, residual: str = "roun
     return net.op("fake_quantize", [y], scale=0.01, low=-7.0, high=248.0)
 
 
+def in_8_bits(net: Net, x: Value, name: str, to: str = FLOAT8, f: int = 0) -> Value:
+    """A linear layer of rounded tokens."""
+    grid = {"scale": 0.03, "to": to} if to == FLOAT8 else {"scale": 0.03, "low": -99.0, "high": 156.0}
+    x = net.op("fake_quantize", [x], **grid)
+    weight = net.weight(f"{name}.weight", f or x.size(2), x.size(2))
+    weight = net.op("fake_quantize_filter", [weight], to=to)
+    return net.op("linear", [x, weight], name)
+
+
+def heads_in_8_bits(net: Net, x: Value, to: str = FLOAT8, width: int = 0) -> Value:
+    """Attends by linear layers of rounded tokens; another reads what it gives."""
+    parts = [split(net, in_8_bits(net, x, part, to, width), 2) for part in "qkv"]
+    return in_8_bits(net, join(net, net.scaled_dot_product_attention(*parts)), "out", to)
+
+
 def by_value(net: Net, x: Value, f: int = 24, **settings: Any) -> Value:
     """Multiplies tokens by a matrix that is a value [C, F], as weights are in training."""
     return net.op("matmul", [x, net.input("matrix", (x.shape[-1], f))], **settings)
@@ -288,7 +303,7 @@ def projections(
     net: Net, x: Value, size: tuple[int, int] = (3, 4), *, kernel: int = 3, token: bool = False,
     stride: int = 2, biased: bool = False, padding: int = -1, seen: str = "",
     flatten: Callable[[Value], Value] | None = None, count: int = 3, swapped: bool = False,
-    computed: bool = False,
+    computed: bool = False, read: Callable[[Net, Value, str], Value] | None = None,
 ) -> Value:  # fmt: skip
     """Norms tokens [N, T, C] and convolves them three times; gives the sum of what it can."""
     c = x.size(2)
@@ -311,6 +326,7 @@ def projections(
         z = flatten(z) if flatten else net.reshape(z, BATCH, z.size(1) * z.size(2), c)
         if one:
             z = net.concat([z, one] if swapped else [one, z], 1)
+        z = read(net, z, f"{name}.read") if read else z
         net.output(name, z)
         parts.append(z)
     if seen in ("norm", "token", "rest"):
@@ -1116,6 +1132,38 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "qkv", CPU, lambda n, x: nets.attend(n, [x, *[n.slice(x, 1, 1, 4)] * 2], 2), TOKENS,
         "linear linear linear -> qkv_linear",
     ),
+    **{
+        f"query, key and value of {to}": (
+            "qkv", HOPPER, lambda n, x, to=to: heads_in_8_bits(n, x, to), (5, 32),
+            "quantized_linear quantized_linear quantized_linear -> quantized_qkv_linear",
+        )
+        for to in (FLOAT8, "int8")
+    },
+    **{
+        f"a norm, of which {to} is read": (
+            "rounded", HOPPER,
+            lambda n, x, to=to: in_8_bits(n, n.layer_norm(x, "norm"), "one", to), (5, 32),
+            "pointwise ->",
+        )
+        for to in (FLOAT8, "int8")
+    },
+    **{
+        f"an attention, of which {to} is read": (
+            "rounded", HOPPER, lambda n, x, to=to: heads_in_8_bits(n, x, to), (5, 32),
+            "pointwise ->",
+        )
+        for to in (FLOAT8, "int8")
+    },
+    **{
+        f"projections{', and a token' * token}, of which 8 bits are read": (
+            "rounded", HOPPER,
+            lambda n, x, token=token: projections(
+                n, x, token=token, read=lambda n, y, name: in_8_bits(n, y, name)
+            ),
+            (12 + token, 32), "pointwise pointwise pointwise ->",
+        )
+        for token in (False, True)
+    },
     "projections": (
         "depthwise", CPU, projections, (12, 4),
         "layer_norm reshape reshape reshape reshape conv2d conv2d conv2d -> depthwise_qkv",
@@ -1694,6 +1742,17 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
             "another reads it": {"tell": used},
         }.items()
     },
+    "rounded: floats are read, too": (
+        "rounded", HOPPER, lambda n, x: in_8_bits(n, used(n, n.layer_norm(x, "norm")), "one"),
+        (5, 32),
+    ),
+    "rounded: another GPU": (
+        "rounded", CUDA, lambda n, x: in_8_bits(n, n.layer_norm(x, "norm"), "one"), (5, 32),
+    ),
+    "rounded: an attention in float32": ("rounded", HOPPER32, heads_in_8_bits, (5, 32)),
+    "rounded: heads of many channels": (
+        "rounded", HOPPER, lambda n, x: heads_in_8_bits(n, x, width=288), (5, 288),
+    ),
     "shortcut: padded": (
         "shortcut", CPU,
         lambda n, x: n.relu(

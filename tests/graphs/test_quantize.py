@@ -133,8 +133,9 @@ def test_on_hopper_results_are_stored_by_what_saturates() -> None:
     assert [final.types[node.output].dtype for node in found] == ["uint8"] * 4 + ["float32"]
     final = passes.run(calibrated(tokens(16)), HOPPER)
     found = [node for node in final.nodes if node.op == "quantized_linear"]
-    assert [final.types[node.output].dtype for node in found] == ["float32"] * 2
+    assert [final.types[node.output].dtype for node in found] == ["uint8", "float32"]
     assert found[0].attributes["epilogue"] == "gelu"
+    assert ops(final).count("pointwise") == 0 and ops(final)[0] == "layer_norm"
 
 
 def test_on_hopper_floats_of_8_bits_are_rectified_before_they_are_stored() -> None:
@@ -156,7 +157,7 @@ def test_on_hopper_floats_of_8_bits_are_rectified_before_they_are_stored() -> No
         for node in passes.run(calibrated(tokens(16), FLOAT8), HOPPER).nodes
         if node.op == "quantized_linear"
     )
-    assert (gelu.attributes["epilogue"], gelu.attributes["dtype"]) == ("gelu", "float32")
+    assert (gelu.attributes["epilogue"], gelu.attributes["dtype"]) == ("gelu", FLOAT8)
     assert down.attributes["epilogue"] == "add"
 
 

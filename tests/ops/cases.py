@@ -239,6 +239,85 @@ def quantized_floats(
     )
 
 
+def quantized_gelu(
+    name: str, rows: int, c: int, f: int, x: Grid | Float8, result: Grid | Float8
+) -> Case:
+    """Makes a case of a product of 8 bits and its GELU, stored in 8 bits: one step off at most.
+
+    A GELU that is good to 5.5e-5 decides halves otherwise.
+    """
+    low = getattr(x, "low", 0)
+
+    def build(w: Parameters, value: Any) -> Any:
+        filter, product, scales = w.quantized(
+            "w.weight", "w.bias", 1, x, None, result, steps="w.steps", epilogue="gelu"
+        )
+        expression, _ = x.storing
+        numbers = [repr(each) for each in (1 / x.scale, float(-low))]
+        for i, number in enumerate(numbers):
+            expression = expression.replace(f"x{i + 1}", number)
+        y = nodes.as_images(
+            nodes.quantized_conv2d, nodes.pointwise(expression, [value], x.stored), None,
+            filter=filter, product=product, scales=scales, dtype=result.stored, epilogue="gelu",
+        )  # fmt: skip
+        zero = float(getattr(result, "low", 0))
+        return nodes.pointwise(f"x0 {zero!r} add {result.scale!r} mul", [y], w.dtype.name)
+
+    def reference(w: dict[str, torch.Tensor], value: torch.Tensor) -> torch.Tensor:
+        y = F.gelu(value @ w["w.weight"] + w["w.bias"])
+        if isinstance(result, Float8):
+            return (e4m3(y / result.scale) * result.scale).to(value.dtype)
+        levels = ((y / result.scale).round() - result.low).clamp(0, 255)
+        return ((levels + result.low) * result.scale).to(value.dtype)
+
+    def quarters(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        inputs[0][...] = np.clip(np.rint(4 * inputs[0]), -8, 8) / 4
+        whole = np.clip(np.rint(weights["w.weight"] * c**0.5 * 2), -7, 7)
+        weights["w.weight"] = (whole / 16).astype(np.float32)
+        weights["w.steps"] = np.full(f, 1 / 16, np.float32)
+        # No sum lies where what it is rounded to depends on the GELU's last digits.
+        weights["w.bias"] = (np.rint(weights["w.bias"] * 4) / 4 + 0.01).astype(np.float32)
+
+    shapes: dict[str, Shape] = {"w.weight": (c, f), "w.bias": (f,), "w.steps": (f,)}
+    return Case(name, [(rows, c)], shapes, build, reference, quarters, finite=True)
+
+
+def quantized_projections(name: str, tokens: int, keys: int, c: int, f: int) -> Case:
+    """Makes a case of quantized_qkv_linear of float8_e4m3fn; its outputs one after the other."""
+    parts = ("q", "k", "v")
+
+    def build(w: Parameters, *inputs: Any) -> Any:
+        made = [
+            w.quantized(f"{part}.weight", f"{part}.bias", 1, Float8(2.0), steps=f"{part}.steps")
+            for part in parts
+        ]
+        filters, products, _ = zip(*made, strict=True)
+        values = [nodes.pointwise("x0 0.5 mul", [x], FLOAT8) for x in inputs]
+        found = nodes.quantized_qkv_linear(values, filters, products, dtype=w.dtype.name)
+        return ops.concat(found, axis=1)
+
+    def reference(w: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        outputs = [
+            x @ w[f"{part}.weight"] + w[f"{part}.bias"].to(x)
+            for x, part in zip(inputs, parts, strict=True)
+        ]
+        return torch.cat(outputs, dim=1)
+
+    def quarters(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+        for x in inputs:
+            x[...] = np.clip(np.rint(4 * x), -8, 8) / 4
+        for part in parts:
+            whole = np.clip(np.rint(weights[f"{part}.weight"] * c**0.5 * 2), -7, 7)
+            weights[f"{part}.weight"] = (whole / 8).astype(np.float32)
+            weights[f"{part}.steps"] = np.full(f, 1 / 8, np.float32)
+
+    shapes: dict[str, Shape] = {}
+    for part in parts:
+        shapes |= {f"{part}.weight": (c, f), f"{part}.bias": (f,), f"{part}.steps": (f,)}
+    inputs = [(tokens, c), (keys, c), (keys, c)]
+    return Case(name, inputs, shapes, build, reference, quarters, finite=True)
+
+
 def quantized_shortcut(
     name: str, size: tuple[int, int], c: int, f: int, source_channels: int, x: Grid, result: Grid
 ) -> Case:
@@ -2342,6 +2421,10 @@ ON_HOPPER = [
     # So many pixels that gemm/turned.mojo takes them.
     quantized("quantized_conv2d of 64", (430, 56), 64, 64, 3, Grid(2.0**-5, 0), Grid(0.25, -130)),
     quantized_floats("quantized_conv2d of e4m3 64", (430, 56), 64, 64, 3, Float8(2.0**-6)),
+    quantized_gelu("quantized_linear gelu", 65, 144, 80, Grid(0.25, -9), Grid(2.0**-5, -3)),
+    quantized_gelu("quantized_linear gelu of e4m3", 650, 208, 144, Float8(0.25), Float8(2.0**-7)),
+    quantized_projections("quantized_qkv_linear of e4m3", 197, 50, 384, 384),
+    quantized_projections("quantized_qkv_linear of e4m3 64", 300, 70, 64, 64),
     quantized_shortcut("quantized_conv2d_shortcut", (9, 7), 64, 80, 192, Grid(2.0**-5, 0),
                        Grid(2.0**-4, -130)),
     quantized_shortcut("quantized_conv2d_shortcut many", (57, 53), 128, 144, 208,

@@ -109,7 +109,7 @@ NVIDIA = {"depthwise_qkv", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
 # Ops for Hopper's.
 HOPPER = {
     "quantized_conv2d", "quantized_conv2d_chain", "quantized_conv2d_shortcut",
-    "quantized_conv2d_shortcut_chain",
+    "quantized_conv2d_shortcut_chain", "quantized_qkv_linear",
     "sparse_conv2d_packed", "squeeze_excite", "token_linear", "row_moments", "linear_moments",
     "normed_linear", "layernorm_mlp",
 }  # fmt: skip
@@ -131,7 +131,8 @@ BFLOAT16 = {
     "token_linear add", "quantized_conv2d 3x3", "quantized_conv2d of e4m3 3x3",
     "quantized_conv2d_shortcut", "quantized_conv2d_shortcut of e4m3", "quantized_conv2d_chain",
     "quantized_conv2d_chain of e4m3", "quantized_conv2d_shortcut_chain", "stem_maxpool bytes",
-    "normed_linear gelu", "layernorm_mlp",
+    "normed_linear gelu", "layernorm_mlp", "quantized_linear gelu of e4m3",
+    "quantized_qkv_linear of e4m3",
 }  # fmt: skip
 # Other branches of ops that are in another case, too, and products, whose many tiles take most of
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
@@ -144,6 +145,8 @@ NIGHTLY = {
     "quantized_conv2d_chain",
     "quantized_conv2d_chain of e4m3",
     "quantized_conv2d_shortcut_chain",
+    "quantized_linear gelu of e4m3",
+    "quantized_qkv_linear of e4m3",
     "conv2d 3x3",
     "conv2d epilogue add_relu",
     "conv2d_chain",

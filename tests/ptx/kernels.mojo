@@ -111,6 +111,27 @@ def eight_bits[
         )
 
 
+def rescaled[
+    dtype: DType, right: DType
+](g: Geometry, x: Data[DType.uint8], bias: Data[F32], ctx: DeviceContext) raises:
+    var y = x.unsafe_bitcast[Scalar[dtype]]()
+    var o = Operands[dtype, dtype, right](y, x.unsafe_bitcast[Scalar[right]](), bias, y, y)
+    comptime gelu = Epilogue("gelu", scales=True)
+    hopper_gemm[dtype, gelu, CONFIGS[4], dtype, right](g, o, 1, ctx, scales=Scales(bias))
+    hopper_gemm[dtype, gelu, CONFIGS[5], dtype, right](g, o, 1, ctx, scales=Scales(bias))
+    turned_gemm[dtype, gelu, TURNED[1].of_bytes(narrow=False), right](
+        g, o, ctx, scales=Scales(bias)
+    )
+    pingpong_gemm[dtype, gelu, PINGPONG[0], dtype, right](g, o, ctx, scales=Scales(bias))
+    pingpong_gemm[dtype, gelu, PINGPONG[1], dtype, right](g, o, ctx, scales=Scales(bias))
+    comptime none = Epilogue("none", scales=True)
+    var wide = x.unsafe_bitcast[BFloat16]()
+    var p = Operands[dtype, BF16, right](o.x, o.w, bias, wide, wide)
+    pingpong_gemms[dtype, none, PINGPONG[1], 3, BF16, right](
+        [g, g, g], [p, p, p], ctx, scales=Array[Scales, 3](fill=Scales(bias))
+    )
+
+
 def quantized(
     g: Geometry, x: Data[DType.uint8], bias: Data[F32], ctx: DeviceContext
 ) raises:
@@ -378,6 +399,8 @@ def main() raises:
     eight_bits[DType.float8_e4m3fn, BF16](g, bytes, full, ctx)
     eight_bits[DType.float8_e4m3fn, DType.float8_e4m3fn](g, bytes, full, ctx)
     eight_bits[DType.int8, DType.int8](g, bytes, full, ctx)
+    rescaled[DType.float8_e4m3fn, DType.float8_e4m3fn](g, bytes, full, ctx)
+    rescaled[DType.uint8, DType.int8](g, bytes, full, ctx)
     quantized(g, bytes, full, ctx)
     comptime halves: List[Config] = [CONFIGS[2].halved(), CONFIGS[5].halved(), CONFIGS[6].halved()]
     comptime wholes: List[Config] = [CONFIGS[1], CONFIGS[5], CONFIGS[6]]

@@ -395,6 +395,8 @@ class Product:
     scale: Array | None = None
     residual_scale: float = 1
     first: Array | None = None
+    result: tuple[float, float] = (1, 0)
+    """Scale and zero point of the result, behind an activation."""
 
     def scales(self, memory: Tensors) -> bytes:
         """Packs a Scales of ops/operands.mojo, or nothing."""
@@ -402,7 +404,7 @@ class Product:
             return b""
         at = memory.add(self.scale)
         first = at if self.first is None else memory.add(self.first)
-        return pack("2Qf4x", at, first, self.residual_scale)
+        return pack("2Q4f", at, first, self.residual_scale, 0, *self.result)
 
 
 def held(memory: Tensors, array: Array, late: bool = False) -> tuple[int, Array]:
@@ -1053,6 +1055,7 @@ def pingpong(
     products: Sequence[Product],
     *,
     dtype: str,
+    out: str = "",
     alpha: float = 1,
     stages: int = 5,
     boxes: int = 1,
@@ -1068,7 +1071,8 @@ def pingpong(
         kernel: What runs.
         config: Sizes of the block.
         products: One convolution, or products of the same K and F.
-        dtype: Of x, w and y.
+        dtype: Of x and w, and of y unless that is named; w may be of another integer.
+        out: Of y.
         alpha: Scale of the product.
         stages: Stages of the ring.
         boxes: Boxes of results of each consumer.
@@ -1081,18 +1085,22 @@ def pingpong(
     Returns:
         y[M, F] of each product.
     """
-    memory, g = Tensors(), products[0].g
-    width = 128 // np.dtype(DTYPES[dtype]).itemsize
+    memory, g, out = Tensors(), products[0].g, out or dtype
+    width, box = (128 // np.dtype(DTYPES[each]).itemsize for each in (dtype, out))
+    in_quads, scales = box == 128, b""
+    box = box // 2 if config.columns % box else box
     steps, columns = g.r * g.s * -(-g.c // width), -(-g.f // config.columns)
     maps: list[Tiled | Im2col] = []
     ends: list[list[int]] = [[], [], [], []]
     results, firsts, tiles = [], [], 0
     for p in products:
-        y_at, y = held(memory, unwritten((p.g.pixels, g.f), dtype))
-        w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
+        y_at, y = held(memory, unwritten((p.g.pixels, g.f), out))
+        w = quads(p.w) if in_quads else p.w
+        w = held(memory, w.reshape(g.f, -1, g.c), late)[1]
         maps.append(pixels_of(held(memory, p.x, late=True)[1], p.g, 64, width))
-        maps += [Tiled(w, (config.columns, 1, width)), Tiled(y, (64, width))]
+        maps += [Tiled(w, (config.columns, 1, width)), Tiled(y, (64, box))]
         bias = memory.add(p.bias)
+        scales += p.scales(memory)
         for end, at in zip(ends, (bias, bias, bias, y_at), strict=True):
             end.append(at)
         results.append(y)
@@ -1108,6 +1116,7 @@ def pingpong(
         [
             bytes(128 * len(maps)),
             pack(f"{4 * len(products)}Q", *(at for end in ends for at in end))
+            + scales
             + (norm.packed(memory) if norm else b""),
             sizes,
             pack("i", stages),
@@ -1367,7 +1376,7 @@ def chain(
     given = pack("4Q", *(memory.add(v, late=v.ndim == 3) for v in vectors))
     for scale in scales:
         first = scale if source is None else source[2]
-        given += pack("2Qf4x", memory.add(scale), memory.add(first), residual_scale)
+        given += pack("2Q4f", memory.add(scale), memory.add(first), residual_scale, 0, 1, 0)
     tiles, chunks = -(-m // (64 * tile.groups)), -(-hidden // chunk)
     barriers = 16 * (tile.w_stages + tile.groups * (tile.x_stages + tile.h_stages))
     launch = Launch(

@@ -1242,6 +1242,81 @@ def test_turned_of_bytes(
     assert (want > largest).any() and ((want > 0) & (want < largest)).any()
 
 
+RESULTS = {"uint8": (1 / 8, 3.0), E4M3: (1 / 16, 0.0)}
+"""Scale and zero point behind a GELU, by the dtype of the result."""
+
+
+def check_rescaled(got: Array, p: Product, sums: Array, out: str) -> None:
+    """Compares with the GELU in steps of the result, which is good to 5.5e-5 before it rounds."""
+    scale, zero = p.result
+    y = sums * p.scale + p.bias
+    want = y / 2 * (1 + erf(y / math.sqrt(2))) / scale
+    low, high = (wide(rounded(want + zero + off / scale, out), out) for off in (-1e-4, 1e-4))
+    got = wide(got, out)
+    assert ((low <= got) & (got <= high)).all()
+    # Floats of 8 bits lie closer together around 0 than the GELU is good.
+    assert (low == high)[np.abs(want) > 1].mean() > 0.95
+    assert (got == {E4M3: 448, "uint8": 255}[out]).any()
+    assert ((want < 0) & (got <= zero)).any()
+
+
+@pytest.mark.parametrize("dtypes", [BYTES, FLOATS], ids=str)
+@pytest.mark.parametrize("tile", [TILES[4], TILES[5]], ids=lambda tile: tile.label)
+def test_hopper_scales_behind_an_activation(
+    find: Find, rng: np.random.Generator, tile: Tile, dtypes: tuple[str, str, str]
+) -> None:
+    g, out = Conv(1, 211, 1, 144, 80), dtypes[2]
+    p = gentle(scaled(rng, g, dtypes), out)
+    kind = E4M3 if dtypes == FLOATS else "uint8xint8"
+    kernel = find(f"gemm_hopper_{tile.label}_scale_gelu_1x1_{kind}")
+    splits = 2 if tile.kind == "split" else 1
+    (got,) = hopper(kernel, tile, [p], dtype=dtypes[0], out=out, splits=splits, adds=False)
+    check_rescaled(got, p, convolved_bytes(p, dtypes), out)
+
+
+@pytest.mark.parametrize("dtypes", [BYTES, FLOATS], ids=str)
+@pytest.mark.parametrize("config", PINGPONG, ids=lambda config: config.label)
+def test_pingpong_scales_behind_an_activation(
+    find: Find, rng: np.random.Generator, config: PingPong, dtypes: tuple[str, str, str]
+) -> None:
+    p = gentle(scaled(rng, Conv(1, 450, 1, 272, 208), dtypes), dtypes[2])
+    kind = E4M3 if dtypes == FLOATS else "uint8xint8"
+    kernel = find(f"gemm_pingpong_{config.label}_scale_gelu_{kind}")
+    (got,) = pingpong(kernel, config, [p], dtype=dtypes[0], boxes=2)
+    check_rescaled(got, p, convolved_bytes(p, dtypes), dtypes[2])
+
+
+@pytest.mark.parametrize("dtypes", [("uint8", "int8", BF16), (E4M3, E4M3, BF16)], ids=str)
+def test_pingpong_scales_products(
+    find: Find, rng: np.random.Generator, dtypes: tuple[str, str, str]
+) -> None:
+    products = [scaled(rng, Conv(1, m, 1, 144, 200), dtypes) for m in (700, 130, 37)]
+    kind = f"{E4M3 if dtypes[0] == E4M3 else 'uint8xint8'}_to_{BF16}"
+    kernel = find(f"gemm_pingpong_{PINGPONG[1].label}_scale_none_3x1_{kind}")
+    got = pingpong(kernel, PINGPONG[1], products, dtype=dtypes[0], out=BF16, processors=4)
+    for y, p in zip(got, products, strict=True):
+        want = convolved_bytes(p, dtypes) * p.scale + p.bias
+        np.testing.assert_array_equal(wide(y, BF16), wide(rounded(want, BF16), BF16))
+
+
+def gentle(p: Product, out: str) -> Product:
+    """Gives a product scales that spread its sums over the result's range and below 0."""
+    p.scale = np.full(p.g.f, 2.0 ** (-13 if out == "uint8" else -1), np.float32)
+    p.result = RESULTS[out]
+    return p
+
+
+def test_turned_scales_behind_an_activation(find: Find, rng: np.random.Generator) -> None:
+    g, config = Conv(1, 14, 14, 80, 144, 3, 3, pad=(1, 1)), TURNED_BYTES[1]
+    for dtypes, kind in ((BYTES, "uint8xint8"), (FLOATS, E4M3)):
+        p = gentle(scaled(rng, g, dtypes), dtypes[2])
+        got = turned(
+            find(f"gemm_turned_{config.label}_scale_gelu_{kind}"),
+            config, p, dtype=dtypes[0], columns=0, adds=False,
+        )  # fmt: skip
+        check_rescaled(got, p, convolved_bytes(p, dtypes), dtypes[2])
+
+
 TWO_FOUR = [
     (Conv(2, 10, 9, 72, 136, 3, 3, pad=(1, 1)), "add_relu"),
     (Conv(1, 17, 16, 128, 64, 3, 3, pad=(1, 1)), "relu"),
