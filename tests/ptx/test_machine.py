@@ -151,6 +151,7 @@ def test_shuffles(how: str, source: Array) -> None:
         ("cvt.pack.sat.s8.s32.b32 %r1, -300, -2, 0x12345", 0x234580FE),
         ("cvt.pack.sat.u8.s32.b32 %r1, 300, -2, 0", 0xFF00),
         ("cvt.rni.s32.f32 %r1, 0fC0200000", -2),  # -2.5
+        ("cvt.rni.f32.f32 %r1, 0fC0200000", 0xC0000000),
         ("cvt.rni.s32.f32 %r1, 0f7F800000", 2**31 - 1),  # infinity
         ("cvt.rzi.s32.f32 %r1, 0fD0000000", -(2**31)),
         ("cvt.rni.s32.f32 %r1, 0f7FC00000", 0),  # NaN

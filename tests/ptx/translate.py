@@ -382,10 +382,11 @@ class Translator:
             return [self.put(a[0], f"to_{to}({x})", "u16")]
         if to == "tf32":
             return [self.put(a[0], f"to_tf32({x})", "u32")]
+        whole = {"rzi": "trunc", "rmi": "floor", "rpi": "ceil", "rni": "rint"}.get(i.parts[1])
+        if source[0] == "f" and whole:
+            x = f"np.{whole}({x})"
         if to[0] in "us" and source[0] == "f":
-            mode = {"rzi": "trunc", "rmi": "floor", "rpi": "ceil", "rni": "rint"}[i.parts[1]]
-            whole = f"to_integers(np.{mode}({x}), '{NUMPY[to[0]]}{to[1:]}')"
-            return [self.put(a[0], whole, to)]
+            return [self.put(a[0], f"to_integers({x}, '{NUMPY[to[0]]}{to[1:]}')", to)]
         name = "float32" if to == "f32" else f"{NUMPY[to[0]]}{to[1:]}"
         return [self.put(a[0], f"np.asarray({x}).astype(np.{name})", to)]
 
