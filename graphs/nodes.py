@@ -1557,6 +1557,9 @@ def attention(
     scale: float | None = None,
     bias: TensorValue | None = None,
     causal: bool = False,
+    dtype: str = "",
+    result_scale: float = 1.0,
+    result_low: float = 0.0,
 ) -> TensorValue:
     """Attends from q[N, T, C] to k[N, S, C] and v[N, S, C], the heads side by side in C.
 
@@ -1570,16 +1573,25 @@ def attention(
         scale: Scales the scores before the softmax; by default (C / heads) ** -0.5.
         bias: Added to the scores then, as ``shapes.attention_bias`` lays it out.
         causal: Whether query t sees only the keys up to t.
+        dtype: Of the result: q's, or on Hopper uint8 or float8_e4m3fn, rounded and saturated.
+        result_scale: What one step of a result in 8 bits stands for.
+        result_low: The least step of uint8, stored as 0 (and so is NaN): from -255 to 0.
 
     Raises:
-        ArgumentError: If shapes, heads or scale do not fit.
+        ArgumentError: If shapes, heads, scales or the result's dtype do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
     types = _type(q), _type(k), _type(v)
     if scale is None:
         scale = (int(q.shape[-1]) / heads) ** -0.5 if heads > 0 else 1.0
-    out = shapes.attention(*types, _optional(bias), heads=heads, scale=scale, causal=causal)
-    values = [q, k, v, *([] if bias is None else [bias]), _host([scale], DType.float32)]
+    out = shapes.attention(
+        *types, _optional(bias), heads=heads, scale=scale, causal=causal, dtype=dtype,
+        result_scale=result_scale, result_low=result_low,
+    )  # fmt: skip
+    if dtype and q.device.is_cpu():
+        raise DeviceError(f"attention: a CPU stores q's dtype, not {dtype}, as Hopper can")
+    scales = _host([scale, result_scale, -result_low], DType.float32)
+    values = [q, k, v, *([] if bias is None else [bias]), scales]
     parameters = {"depth": int(q.shape[2]) // heads, "causal": causal}
     return _custom("attention" if bias is None else "attention_bias", values, out, parameters)[0]
 
@@ -1601,7 +1613,7 @@ def attention_logsumexp(
     types = _type(q), _type(k), _type(v), _optional(bias)
     settings: dict[str, Any] = {"heads": heads, "scale": scale, "causal": causal}
     outs = shapes.attention(*types, logsumexp=True, **settings)
-    values = [q, k, v, q if bias is None else bias, _host([scale], DType.float32)]
+    values = [q, k, v, q if bias is None else bias, _host([scale, 1.0, 0.0], DType.float32)]
     return _custom("attention_logsumexp", values, outs, _trained(q, heads, bias, causal))
 
 

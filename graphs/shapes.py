@@ -36,6 +36,8 @@ MOST_ROW_AXES = 4
 """Axes that rows are permuted by (ops/gather_rows.mojo)."""
 MOST_DEPTH = 256
 """Channels of a head that attention's plain GPU kernel has room for in shared memory."""
+MOST_BYTE_DEPTH = 128
+"""Channels of a head that attention's kernels for tensor cores take, which can store 8 bits."""
 
 Pair = int | tuple[int, int]
 Window = tuple[int, int]
@@ -1023,11 +1025,15 @@ def attention(
     scale: float,
     causal: bool = False,
     logsumexp: bool = False,
+    dtype: str = "",
+    result_scale: float = 1.0,
+    result_low: float = 0.0,
 ) -> list[Type]:
     """Types attention from q[N, T, C] to k and v[N, S, C], the heads side by side in C.
 
     The bias is what ``attention_bias`` gives. With ``logsumexp`` a second output is the logarithm
-    of the sum of each query's exponentials [N, heads, T], -inf for a query that sees no key.
+    of the sum of each query's exponentials [N, heads, T], -inf for a query that sees no key. With a
+    ``dtype`` of 8 bits the result is stored so, as in ``quantized``; see ``attends_to_bytes``.
     """
     for name, value in (("q[N, T, C]", q), ("k[N, S, C]", k), ("v[N, S, C]", v)):
         if len(value.shape) != 3:
@@ -1060,7 +1066,40 @@ def attention(
                 f"attention: expects a bias [P, rows, {s + s % 2}] with P that divides N={n} and"
                 f" {', '.join(map(str, sorted(rows)))} rows but it has {_list(bias)}"
             )
-    return [q, Type((n, heads, q.shape[1]), wide(q.dtype))] if logsumexp else [q]
+    _stored("attention", dtype, result_scale, result_low)
+    if dtype and logsumexp:
+        raise ArgumentError(f"attention: with logsumexp the result is in q's dtype, not {dtype}")
+    if dtype and not attends_to_bytes(q, heads):
+        raise ArgumentError(
+            f"attention: gives {dtype} of 16 bits and heads of 4, 8, ... {MOST_BYTE_DEPTH} channels"
+            f" but q is {q.dtype} and heads have {c // heads}"
+        )
+    y = q._replace(dtype=dtype or q.dtype)
+    return [y, Type((n, heads, q.shape[1]), wide(q.dtype))] if logsumexp else [y]
+
+
+def attends_to_bytes(q: Type, heads: int) -> bool:
+    """Tells whether Hopper has a kernel of ``attention`` that stores its result in 8 bits."""
+    depth = _known("attention", q.shape[2], "C of q[N, T, C]") // heads
+    return q.dtype in ("bfloat16", "float16") and depth % 4 == 0 and depth <= MOST_BYTE_DEPTH
+
+
+def _stored(name: str, dtype: str, scale: float, low: float) -> None:
+    """Refuses a result whose numbers are not those of 8 bits, or have another dtype.
+
+    ``Grid`` and ``Float8`` of graphs/quantize.py say what ``scale`` and ``low`` are.
+    """
+    if dtype not in ("", *EIGHT_BITS):
+        raise ArgumentError(f"{name}: gives q's dtype, or {' or '.join(EIGHT_BITS)}, not {dtype}")
+    if not dtype and (scale, low) != (1, 0):
+        raise ArgumentError(f"{name}: only a result in 8 bits has a scale or a least number")
+    if not 0 < scale < math.inf:
+        raise ArgumentError(f"{name}: expects a result_scale above 0 but it is {scale}")
+    least = -255 if dtype == "uint8" else 0
+    if not least <= low <= 0 or low % 1:
+        raise ArgumentError(
+            f"{name}: expects a whole result_low from {least} to 0 of {dtype} but it is {low}"
+        )
 
 
 def attention_grad(

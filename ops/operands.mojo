@@ -179,6 +179,28 @@ def narrowed[
 
 
 @always_inline
+def stored[
+    width: SIMDLength, //, dtype: DType
+](steps: SIMD[F32, width], zero: Float32) -> SIMD[dtype, width]:
+    """Rounds numbers of steps to 8 bits, saturated: floats as they are, integers before the zero.
+
+    Parameters:
+        width: Elements.
+        dtype: Floats or integers of 8 bits.
+
+    Args:
+        steps: What is stored, divided by what 1 stands for.
+        zero: The integer that stands for 0; not added to floats.
+
+    Returns:
+        As `narrowed`.
+    """
+    comptime if dtype.is_integral():
+        return narrowed[dtype](round(steps) + zero)
+    return narrowed[dtype](steps)
+
+
+@always_inline
 def _nearest[width: SIMDLength, //, dtype: DType](value: SIMD[F32, width]) -> SIMD[dtype, width]:
     """Rounds to integers of 8 bits: to nearest even, at most the largest; 0 for NaN."""
     comptime assert size_of[dtype]() == 1, "narrowed: integers have 8 bits"
@@ -338,6 +360,21 @@ def packed[
     return llvm_intrinsic["llvm.x86." + isa + ".packuswb" + bits, SIMD[DType.uint8, width * 4]](
         low, high
     )
+
+
+def dtypes[dtype: DType, out: DType, right: DType = dtype]() -> String:
+    """Names the dtypes for a profiler, as a part of a kernel's symbol: `uint8xint8_to_bfloat16`.
+
+    Parameters:
+        dtype: Of x.
+        out: Of y.
+        right: Of w.
+
+    Returns:
+        One name if all are the same.
+    """
+    var factors = String(dtype) if dtype == right else String(t"{dtype}x{right}")
+    return factors if out == dtype else factors + "_to_" + String(out)
 
 
 @fieldwise_init

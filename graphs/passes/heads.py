@@ -21,7 +21,7 @@ from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import EVALUATE
 from maxvision.graphs.passes import layout
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite
-from maxvision.graphs.shapes import MOST_DEPTH, infer
+from maxvision.graphs.shapes import MOST_DEPTH, attends_to_bytes, infer
 from maxvision.graphs.types import Size, Type, at_batch, product, split
 
 ATTENTION = "scaled_dot_product_attention"
@@ -380,6 +380,14 @@ def _shrunk(writer: _Writer, value: str) -> str:
 
 
 # --- attention on tokens -------------------------------------------------------------------------
+
+
+def stores_bytes(program: Program, node: Node, on: Backend) -> bool:
+    """Tells whether an ``attention`` can store its result in 8 bits: its attribute ``dtype``."""
+    if not on.is_hopper or node.dtype or any(map(node.attributes.get, ("logsumexp", "dtype"))):
+        return False
+    heads = int(node.attributes["heads"])  # type: ignore[arg-type]
+    return attends_to_bytes(program.types[node.inputs[0]], heads)
 
 
 def _fused(program: Program, on: Backend) -> Program:

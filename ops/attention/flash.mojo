@@ -31,8 +31,8 @@ from ..device import Device
 from ..hopper.accumulator import Fragment
 from ..hopper.ptx import mma_sync, packed
 from ..launch import launch
-from ..operands import F32, Data, Shared
-from .config import LOG2_E, LOWEST, Attention
+from ..operands import F32, Data, Shared, dtypes
+from .config import LOG2_E, LOWEST, Attention, affine
 from .mask import Mask, MaskSizes, MaskTensors
 from .tile_mask import BiasPairs, TileMask
 from .tiles import (
@@ -177,7 +177,7 @@ struct _Ahead[dtype: DType, depth: Int, head: Int, rows: Int, splits: Int](Trivi
     @always_inline
     def copy(
         mut self,
-        o: Attention[Self.dtype],
+        o: Attention[Self.dtype, _],
         blocks: Int32,
         step: SIMD[DType.int32, 4],
         stages: Shared[Self.dtype],
@@ -393,16 +393,16 @@ def _combine[
                     )
 
 
-@__name(t"attention_flash_{mask.label()}{head}_{rows}x{splits}_{dtype}")
+@__name(t"attention_flash_{mask.label()}{head}_{rows}x{splits}_{dtypes[dtype, out]()}")
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](
         Int32(most_threads(head, rows, splits, mask))
     )
 )
 def flash_kernel[
-    dtype: DType, head: Int, rows: Int, splits: Int, mask: Mask
+    dtype: DType, out: DType, head: Int, rows: Int, splits: Int, mask: Mask
 ](
-    o: Attention[dtype],
+    o: Attention[dtype, out],
     blocks: Int32,
     step: SIMD[DType.int32, 4],
     tensors: MaskTensors[dtype],
@@ -412,6 +412,7 @@ def flash_kernel[
 
     Parameters:
         dtype: Either bfloat16 or float16.
+        out: Of the result: the same, or of 8 bits.
         head: Channels of a head, a multiple of 4.
         rows: Queries of a warp, in units of 16.
         splits: Warps that share the keys of their queries.
@@ -522,9 +523,10 @@ def flash_kernel[
                         tensors.keep(at + 8 * i, highest, sum[i])
         if split == 0 and first < o.t:
             var channel = Int(place.head * Int32(head))
+            var result = affine(o.result)
             var factor = Array[Float32, 2 * rows](uninitialized=True)
             comptime for i in range(2 * rows):
-                factor[i] = reciprocal(sum[i])
+                factor[i] = reciprocal(sum[i] * result.scale)
             store_rows[dtype, depth, head, rows](
                 o.y.unsafe_offset(Int(place.n * o.t + first) * Int(o.c) + channel),
                 o.t - first,
@@ -533,16 +535,20 @@ def flash_kernel[
                 group * Int32(16 * rows),
                 acc,
                 factor,
+                result.zero,
             )
         place.move(step, o.heads, blocks)
 
 
 def enqueue_flash[
-    dtype: DType, head: Int, rows: Int, splits: Int, mask: Mask
-](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
+    out: DType, //, dtype: DType, head: Int, rows: Int, splits: Int, mask: Mask
+](
+    o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
+) raises:
     """Enqueues the kernel.
 
     Parameters:
+        out: Of the result: that of q, or of 8 bits.
         dtype: Either bfloat16 or float16.
         head: Channels of a head, a multiple of 4.
         rows: Queries of a warp, in units of 16.
@@ -568,7 +574,7 @@ def enqueue_flash[
         var device = Device(ctx)
         grid = min(grid, max(min(most, device.holds(SHARED)), 1) * device.multiprocessors)
     var step = _Place(Int32(grid), o.heads, Int32(blocks)).steps()
-    launch[flash_kernel[dtype, head, rows, splits, mask]](
+    launch[flash_kernel[dtype, out, head, rows, splits, mask]](
         ctx,
         o,
         Int32(blocks),

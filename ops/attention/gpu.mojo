@@ -2,6 +2,7 @@
 
 from max.gpu.host import DeviceContext
 from std.math import ceildiv
+from std.sys import size_of
 
 from ..device import Device
 from ..target import HAS_MMA, IS_HOPPER
@@ -14,12 +15,15 @@ from .tiles import padded
 
 
 def attention_gpu[
-    dtype: DType, depth: Int, mask: Mask
-](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
+    out: DType, //, dtype: DType, depth: Int, mask: Mask
+](
+    o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
+) raises:
     """Enqueues an attention.
 
     Parameters:
-        dtype: Of all tensors.
+        out: Of the result.
+        dtype: Of the other tensors.
         depth: Channels of a head.
         mask: What is done to the scores.
 
@@ -32,7 +36,13 @@ def attention_gpu[
     Raises:
         If the launch fails.
     """
-    comptime if HAS_MMA and dtype.is_half_float() and depth % 4 == 0 and depth <= 128:
+    comptime MULTIPLIES = HAS_MMA and dtype.is_half_float() and depth % 4 == 0 and depth <= 128
+    comptime NARROWS = IS_HOPPER and MULTIPLIES and size_of[out]() == 1
+    comptime assert out == dtype or NARROWS, (
+        "attention: results of 8 bits are Hopper's, of 16 bits and heads of a multiple of 4 channels"
+        " up to 128"
+    )
+    comptime if MULTIPLIES:
         # 32 queries of a warp share the loads of keys and values, but leave no registers for heads
         # of more than 64 channels.
         comptime rows = 2 if depth <= 64 else 1
@@ -58,4 +68,4 @@ def attention_gpu[
                 return
         enqueue_flash[dtype, depth, rows, 1, mask](o, tensors, sizes, ctx)
     else:
-        enqueue_plain[dtype, depth, mask](o, tensors, sizes, ctx)
+        enqueue_plain[dtype, depth, mask](rebind[Attention[dtype]](o), tensors, sizes, ctx)

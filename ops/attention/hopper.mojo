@@ -55,9 +55,9 @@ from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data
+from ..operands import F32, Data, dtypes
 from ..rows import over_lanes
-from .config import LOG2_E, LOWEST, Attention
+from .config import LOG2_E, LOWEST, Attention, Standing, affine
 from .tiles import U32, reciprocal
 from .mask import Mask, MaskSizes, MaskTensors
 from .tile_mask import TileMask
@@ -212,8 +212,13 @@ def least_keys(depth: Int) -> Int:
     return 129 if depth == 32 else 65 if depth == 96 else 1
 
 
-struct Problem(KernelArgument, TrivialRegisterPassable):
-    """The sizes of an attention, and its items."""
+struct Problem[dtype: DType, out: DType](KernelArgument, TrivialRegisterPassable):
+    """The sizes of an attention, and its items.
+
+    Parameters:
+        dtype: Of q, k and v.
+        out: Of y.
+    """
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
@@ -234,8 +239,10 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
     """Scales the scores, for powers of two."""
     var schedule: TileScheduler[]
     """The items: rows are the heads of all images, columns the items of a head."""
+    var result: Standing[Self.dtype, Self.out]
+    """What 8 bits of the result stand for."""
 
-    def __init__(out self, o: Attention[_], config: Config, device: Device):
+    def __init__(out self, o: Attention[Self.dtype, Self.out], config: Config, device: Device):
         """Divides an attention into tiles and items.
 
         Args:
@@ -250,6 +257,7 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
         self.t, self.s, self.c, self.heads = o.t, o.s, o.c, o.heads
         self.key_tiles, self.period = Int32(key_tiles), Int32(period)
         self.scale = o.scale * LOG2_E
+        self.result = o.result
         self.schedule = TileScheduler[]([heads], columns=ceildiv(query_tiles, period))
 
     @always_inline
@@ -314,7 +322,7 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
     """First query; T or more if there is none."""
 
     @always_inline
-    def __init__(out self, problem: Problem, consumer: Int32):
+    def __init__(out self, problem: Problem[...], consumer: Int32):
         """Begins with a consumer's first tile.
 
         Args:
@@ -331,14 +339,14 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
         return Int32(block_idx.x) + self.turn * Int32(grid_dim.x)
 
     @always_inline
-    def _find(mut self, problem: Problem):
+    def _find(mut self, problem: Problem[...]):
         """Finds the queries."""
         var item = problem.item[Self.depth](self._number())
         self.n, self.channel = item.n, item.channel
         self.first = (item.tile + self.index) * Int32(ROWS)
 
     @always_inline
-    def advance(mut self, problem: Problem, consumers: Int32):
+    def advance(mut self, problem: Problem[...], consumers: Int32):
         """Goes on to the consumer's next tile; an item has one for each consumer at least.
 
         Args:
@@ -353,7 +361,7 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
             self._find(problem)
 
     @always_inline
-    def has_item(self, problem: Problem) -> Bool:
+    def has_item(self, problem: Problem[...]) -> Bool:
         """Tells whether there is such an item, whose keys and values come.
 
         Args:
@@ -365,18 +373,18 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
         return self._number() < problem.schedule.tiles
 
 
-@__name(t"attention_hopper_{mask.label()}{config.label()}_{dtype}")
+@__name(t"attention_hopper_{mask.label()}{config.label()}_{dtypes[dtype, out]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def hopper_attention_kernel[
-    dtype: DType, config: Config, mask: Mask
+    dtype: DType, out: DType, config: Config, mask: Mask
 ](
     maps: TensorMaps[3],
-    y: Data[dtype],
-    problem: Problem,
+    y: Data[out],
+    problem: Problem[dtype, out],
     tensors: MaskTensors[dtype],
     sizes: MaskSizes,
 ):
@@ -384,6 +392,7 @@ def hopper_attention_kernel[
 
     Parameters:
         dtype: Either bfloat16 or float16.
+        out: Of the result: the same, or of 8 bits.
         config: Sizes of the tiles.
         mask: What is done to the scores.
 
@@ -461,7 +470,7 @@ def _load[
 @always_inline
 def _produce[
     config: Config, mask: Mask
-](maps: UInt64, problem: Problem, sizes: MaskSizes, at_start: Pipeline):
+](maps: UInt64, problem: Problem[...], sizes: MaskSizes, at_start: Pipeline):
     """Fills the ring with keys and values, item after item, as stages become free.
 
     Stages of keys that no query of the item sees come as they are.
@@ -498,11 +507,11 @@ def _produce[
 
 @always_inline
 def _consume[
-    dtype: DType, config: Config, mask: Mask
+    out: DType, //, dtype: DType, config: Config, mask: Mask
 ](
     maps: UInt64,
-    y: Data[dtype],
-    problem: Problem,
+    y: Data[out],
+    problem: Problem[...],
     tensors: MaskTensors[dtype],
     sizes: MaskSizes,
     at_start: Pipeline,
@@ -628,15 +637,17 @@ def _consume[
                         softmax.highest[half] * softmax.scale,
                         sum,
                     )
-        store_rows[dtype, config.depth](
+        var result = affine(problem.result)
+        store_rows[out, config.depth](
             y,
             at,
             sums,
-            softmax.inverse_sums(),
+            softmax.inverse_sums(result.scale),
             row=tile.n * problem.t + tile.first,
             rows=problem.t - tile.first,
             column=tile.channel,
             pitch=problem.c,
+            zero=result.zero,
         )
         comptime if mask.causal:
             pipeline.advance()
@@ -646,7 +657,7 @@ def _consume[
 @always_inline
 def _load_queries[
     config: Config
-](q: TileLoader, queries: Pipeline, tile: QueryTile[_], problem: Problem):
+](q: TileLoader, queries: Pipeline, tile: QueryTile[_], problem: Problem[...]):
     """Starts copying the queries of a tile, if there is such an item."""
     if tile.has_item(problem):
         queries.expect(UInt32(config.queries()))
@@ -660,7 +671,7 @@ def _skip[
     at_start: Pipeline,
     mut queries: Pipeline,
     order: OrderedSequence,
-    problem: Problem,
+    problem: Problem[...],
     tile: QueryTile[_],
     at: Fragment,
 ):
@@ -767,14 +778,18 @@ struct Softmax(TrivialRegisterPassable):
         return factor
 
     @always_inline
-    def inverse_sums(self) -> SIMD[F32, 2]:
-        """Divides 1 by the rows' sums.
+    def inverse_sums(self, scale: Float32) -> SIMD[F32, 2]:
+        """Divides 1 by the rows' sums and by what 1 stands for.
+
+        Args:
+            scale: The latter.
 
         Returns:
             Of the two rows.
         """
         return SIMD[F32, 2](
-            reciprocal(over_lanes[4](self.sum[0])), reciprocal(over_lanes[4](self.sum[1]))
+            reciprocal(over_lanes[4](self.sum[0]) * scale),
+            reciprocal(over_lanes[4](self.sum[1]) * scale),
         )
 
 
@@ -866,11 +881,14 @@ def _period(query_tiles: Int, key_tiles: Int, heads: Int, config: Config, device
 
 
 def enqueue_hopper[
-    dtype: DType, config: Config, mask: Mask
-](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
+    out: DType, //, dtype: DType, config: Config, mask: Mask
+](
+    o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
+) raises:
     """Enqueues the kernel.
 
     Parameters:
+        out: Of the result: that of q, or of 8 bits.
         dtype: Either bfloat16 or float16.
         config: Sizes of the tiles.
         mask: What is done to the scores.
@@ -893,7 +911,7 @@ def enqueue_hopper[
     maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
     maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
     maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
-    launch[hopper_attention_kernel[dtype, config, mask]](
+    launch[hopper_attention_kernel[dtype, out, config, mask]](
         ctx,
         maps,
         o.y,

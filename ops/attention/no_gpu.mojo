@@ -10,6 +10,8 @@ from .mask import Mask, MaskSizes, MaskTensors
 
 @doc_hidden
 def attention_gpu[
-    dtype: DType, depth: Int, mask: Mask
-](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
+    out: DType, //, dtype: DType, depth: Int, mask: Mask
+](
+    o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
+) raises:
     comptime assert False, REASON

@@ -4,13 +4,14 @@
     p = softmax_s(scale * sum_d q[n, t, h D + d] k[n, s, h D + d] + bias[n % P, h T + t, s])
 
 The heads h lie side by side in C = heads * D, as linear layers leave them: nothing is permuted, and
-no score goes to memory (Dao et al. 2022, arXiv:2205.14135).
+no score goes to memory (Dao et al. 2022, arXiv:2205.14135). On Hopper y may be of 8 bits, for a product
+in 8 bits: integers round(y / scale) + zero, or floats y / scale, saturated.
 """
 
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
-from ..operands import BF16, F32, ON_CPU, data
+from ..operands import BF16, F32, ON_CPU, Affine, data
 from .bf16 import attention_bf16
 from .config import Attention
 from .cpu import attention_cpu
@@ -27,9 +28,9 @@ struct MultiHeadAttention:
         target: StaticString, depth: Int, causal: Bool
     ](
         y: OutputTensor[rank=3, ...],
-        q: InputTensor[dtype=y.dtype, rank=3, ...],
-        k: InputTensor[dtype=y.dtype, rank=3, ...],
-        v: InputTensor[dtype=y.dtype, rank=3, ...],
+        q: InputTensor[rank=3, ...],
+        k: InputTensor[dtype=q.dtype, rank=3, ...],
+        v: InputTensor[dtype=q.dtype, rank=3, ...],
         scale: InputTensor[dtype=F32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
@@ -41,11 +42,11 @@ struct MultiHeadAttention:
             causal: Whether a query sees no keys after it.
 
         Args:
-            y: Result [N, T, C].
+            y: Result [N, T, C], of the dtype of q; on Hopper it may be of 8 bits.
             q: Queries [N, T, C].
             k: Keys [N, S, C].
             v: Values [N, S, C].
-            scale: Scale of the scores: one number in host memory.
+            scale: Scale of the scores, then scale and zero point of a result in 8 bits: in host memory.
             ctx: The device.
 
         Raises:
@@ -69,10 +70,10 @@ struct BiasedAttention:
         target: StaticString, depth: Int, causal: Bool
     ](
         y: OutputTensor[rank=3, ...],
-        q: InputTensor[dtype=y.dtype, rank=3, ...],
-        k: InputTensor[dtype=y.dtype, rank=3, ...],
-        v: InputTensor[dtype=y.dtype, rank=3, ...],
-        bias: InputTensor[dtype=y.dtype, rank=3, ...],
+        q: InputTensor[rank=3, ...],
+        k: InputTensor[dtype=q.dtype, rank=3, ...],
+        v: InputTensor[dtype=q.dtype, rank=3, ...],
+        bias: InputTensor[dtype=q.dtype, rank=3, ...],
         scale: InputTensor[dtype=F32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
@@ -84,12 +85,12 @@ struct BiasedAttention:
             causal: Whether a query sees no keys after it.
 
         Args:
-            y: Result [N, T, C].
+            y: Result [N, T, C], of the dtype of q; on Hopper it may be of 8 bits.
             q: Queries [N, T, C].
             k: Keys [N, S, C].
             v: Values [N, S, C].
             bias: Added to the scores.
-            scale: Scale of the scores: one number in host memory.
+            scale: Scale of the scores, then scale and zero point of a result in 8 bits: in host memory.
             ctx: The device.
 
         Raises:
@@ -133,7 +134,7 @@ struct TrainedAttention:
             k: Keys [N, S, C].
             v: Values [N, S, C].
             bias: Added to the scores; any tensor if there is none.
-            scale: Scale of the scores: one number in host memory.
+            scale: Scale of the scores, then scale and zero point of a result in 8 bits: in host memory.
             ctx: The device.
 
         Raises:
@@ -173,18 +174,19 @@ def _attend[
     target: StaticString, depth: Int, mask: Mask
 ](
     y: OutputTensor[rank=3, ...],
-    q: InputTensor[dtype=y.dtype, rank=3, ...],
-    k: InputTensor[dtype=y.dtype, rank=3, ...],
-    v: InputTensor[dtype=y.dtype, rank=3, ...],
+    q: InputTensor[rank=3, ...],
+    k: InputTensor[dtype=q.dtype, rank=3, ...],
+    v: InputTensor[dtype=q.dtype, rank=3, ...],
     scale: InputTensor[dtype=F32, rank=1, ...],
-    tensors: MaskTensors[y.dtype],
+    tensors: MaskTensors[q.dtype],
     sizes: MaskSizes,
     ctx: DeviceContext,
 ) raises:
     """Chooses the kernel."""
     if y.size() == 0:
         return
-    var o = Attention[y.dtype](
+    var numbers = data(scale)
+    var o = Attention[q.dtype, y.dtype](
         data(q),
         data(k),
         data(v),
@@ -194,15 +196,17 @@ def _attend[
         s=k.shape()[1],
         c=q.shape()[2],
         heads=q.shape()[2] // depth,
-        scale=data(scale)[unsafe_offset=0],
+        scale=numbers[unsafe_offset=0],
+        result=Affine(numbers[unsafe_offset=1], numbers[unsafe_offset=2]),
     )
     comptime if target == "cpu":
-        comptime assert ON_CPU[y.dtype], "attention: a CPU expects float32 or bfloat16"
-        comptime if y.dtype == BF16 and depth % 32 == 0:
+        comptime assert ON_CPU[q.dtype], "attention: a CPU expects float32 or bfloat16"
+        comptime assert y.dtype == q.dtype, "attention: a CPU stores the dtype of q"
+        comptime if q.dtype == BF16 and depth % 32 == 0:
             attention_bf16[depth, mask](
                 rebind[Attention[BF16]](o), rebind[MaskTensors[BF16]](tensors), sizes
             )
         else:
-            attention_cpu[depth, mask](o, tensors, sizes)
+            attention_cpu[depth, mask](rebind[Attention[q.dtype]](o), tensors, sizes)
     else:
-        attention_gpu[y.dtype, depth, mask](o, tensors, sizes, ctx)
+        attention_gpu[q.dtype, depth, mask](o, tensors, sizes, ctx)

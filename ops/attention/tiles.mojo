@@ -6,11 +6,12 @@ A row has `depth` channels, the next multiple of 32 above those of a head; what 
 from max.gpu import thread_idx
 from max.gpu.sync import syncwarp
 from std.math import ceildiv
-from std.sys import _RegisterPackType, inlined_assembly
+from std.memory import bitcast
+from std.sys import _RegisterPackType, inlined_assembly, size_of
 
 from ..async_copy import copy_async
 from ..hopper.ptx import packed
-from ..operands import F32, Data, Shared
+from ..operands import F32, Data, Shared, stored
 
 comptime U32 = DType.uint32
 """A register: two neighbours of a half type."""
@@ -144,21 +145,23 @@ def reciprocal(x: Float32) -> Float32:
 
 @always_inline
 def store_rows[
-    dtype: DType, depth: Int, head: Int, rows: Int
+    out: DType, //, dtype: DType, depth: Int, head: Int, rows: Int
 ](
-    y: Data[dtype],
+    y: Data[out],
     left: Int32,
     c: Int32,
     shared: Shared[dtype],
     first: Int32,
     acc: Array[SIMD[F32, 4], rows * (depth // 8)],
     factor: Array[Float32, 2 * rows],
+    zero: Float32 = 0,
 ):
     """Stores a warp's sums of rows of a head, times a factor each, as far as rows are there.
 
     They pass through shared memory, where rows of the same sizes lie that nobody needs any more.
 
     Parameters:
+        out: Of the result: that of the rows in shared memory, or of 8 bits.
         dtype: Either bfloat16 or float16.
         depth: Channels of a row in shared memory.
         head: Channels of a head.
@@ -172,11 +175,26 @@ def store_rows[
         first: The warp's first row there.
         acc: The sums.
         factor: Of each of the thread's rows.
+        zero: The integer that stands for 0.
     """
     comptime OUT = depth // 8
+    comptime BYTES = size_of[out]()
     var lane = Int32(thread_idx.x) & 31
     syncwarp()
     comptime for r in range(rows):
+        comptime if BYTES == 1:
+            # Pairs of both rows, each in the first half of its chunk.
+            var row = first + Int32(16 * r) + (lane >> 2)
+            var low, high = factor[2 * r], factor[2 * r + 1]
+            comptime for column in range(OUT):
+                var four = acc[r * OUT + column] * SIMD[F32, 4](low, low, high, high)
+                var pairs = bitcast[DType.uint16, 2](stored[out](four, zero))
+                comptime for h in range(2):
+                    var to = shared.unsafe_offset(
+                        chunk_place[depth](row + Int32(8 * h), Int32(column))
+                    ).unsafe_bitcast[UInt16]()
+                    to[unsafe_offset=Int(lane & 3)] = pairs[h]
+            continue
         comptime for h in range(2):
             var row = first + Int32(16 * r + 8 * h) + (lane >> 2)
             var scale = factor[2 * r + h]
@@ -192,16 +210,17 @@ def store_rows[
         var row = (lane + Int32(32 * i)) // Int32(OUT)
         var chunk = (lane + Int32(32 * i)) % Int32(OUT)
         if row < left:
-            var eight = shared.unsafe_load[width=8, alignment=16](
-                chunk_place[depth](first + row, chunk)
-            )
+            var from_ = shared.unsafe_offset(chunk_place[depth](first + row, chunk))
+            var eight = from_.unsafe_bitcast[Scalar[out]]().unsafe_load[
+                width=8, alignment=8 * BYTES
+            ](0)
             var to = y.unsafe_offset(Int(row) * Int(c) + Int(chunk * 8))
             comptime if head == depth:
-                to.unsafe_store[alignment=16](0, eight)
+                to.unsafe_store[alignment=8 * BYTES](0, eight)
             elif head % 8 == 0:
                 if chunk < Int32(head // 8):
-                    to.unsafe_store[alignment=16](0, eight)
+                    to.unsafe_store[alignment=8 * BYTES](0, eight)
             else:
                 comptime for i in range(2):
                     if 2 * chunk + Int32(i) < Int32(head // 4):
-                        to.unsafe_store[alignment=8](4 * i, eight.slice[4, offset=4 * i]())
+                        to.unsafe_store[alignment=4 * BYTES](4 * i, eight.slice[4, offset=4 * i]())

@@ -64,8 +64,7 @@ from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory, swizzle
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, Scales, narrowed, widened
-from .hopper import dtypes
+from ..operands import F32, Data, Scales, dtypes, narrowed, widened
 
 comptime WIDTH = 64
 """Numbers of 128 bytes, of 16 bits: columns of a box, and of a chunk of h."""

@@ -75,7 +75,7 @@ from ..hopper.scheduler import Start, Work
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
 from ..launch import launch
-from ..operands import F32, Data, Operands, Scales
+from ..operands import F32, Data, Operands, Scales, dtypes
 
 
 struct Config(TrivialRegisterPassable):
@@ -251,21 +251,6 @@ struct Config(TrivialRegisterPassable):
         """
         var ring = self.stages * (self.stage() + Pipeline.BARRIERS)
         return ring + self.inbox() + (8 if self.peers > 1 else 0) + 1024
-
-
-def dtypes[dtype: DType, out: DType, right: DType]() -> String:
-    """Names the dtypes for a profiler, as a part of a kernel's symbol: `uint8xint8_to_bfloat16`.
-
-    Parameters:
-        dtype: Of x.
-        out: Of y.
-        right: Of w.
-
-    Returns:
-        One name if all are the same.
-    """
-    var factors = String(dtype) if dtype == right else String(t"{dtype}x{right}")
-    return factors if out == dtype else factors + "_to_" + String(out)
 
 
 def several(products: Int) -> String:

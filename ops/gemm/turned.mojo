@@ -63,8 +63,8 @@ from ..hopper.tma import TensorMaps, TileLoader, TileStore, tensor_map
 from ..hopper.window import PixelBox, box_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, Operands, Scales
-from .hopper import dtypes, filter_map
+from ..operands import F32, Data, Operands, Scales, dtypes
+from .hopper import filter_map
 
 comptime CONSUMERS = 2
 """Warpgroups that multiply."""

@@ -6,8 +6,8 @@ columns, as when filters are the left side of a convolution. What lies there bef
 overwritten. Where a cluster shares a tile, `leave_rows` or `leave_columns` leaves each block's sums
 in its shared memory, and `reduce_cluster` adds them up and finishes them.
 
-Or they leave the registers straight for the result, pair by pair (`Outputs`, `finish_pairs`), or 16
-bytes a thread at a time (`store_rows`): more instructions, but none waits for shared memory or the
+Or they leave the registers straight for the result, pair by pair (`Outputs`, `finish_pairs`), or 8
+numbers a thread at a time (`store_rows`): more instructions, but none waits for shared memory or the
 copy engine, as suits one small tile a block.
 """
 
@@ -19,7 +19,7 @@ from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Channels, Epilogue, apply
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Data, Operands, Scales, narrowed, widened
+from ..operands import F32, Data, Operands, Scales, narrowed, stored, widened
 from .accumulator import Fragment, pair, quad
 from .moments import GROUP, Norm, RowNorm, RowSums
 from .ptx import (
@@ -622,14 +622,15 @@ def store_rows[
     rows: Int32,
     column: Int32,
     pitch: Int32,
+    zero: Float32 = 0,
 ):
-    """Stores 64 rows of sums in global memory, 16 bytes a thread at a time.
+    """Stores 64 rows of sums in global memory, 8 numbers a thread at a time.
 
     Of every 32 columns the four threads of a row hold 2 of each eight; they exchange them, so that
-    each stores 8 neighbours.
+    each stores 8 neighbours: those of both rows at once if numbers have 8 bits.
 
     Parameters:
-        dtype: Of the result, 16 bits.
+        dtype: Of the result, 16 bits or 8.
         columns: How many, a multiple of 32.
 
     Args:
@@ -641,9 +642,32 @@ def store_rows[
         rows: How many rows are to be stored; all if 64 or more.
         column: The first column of y, a multiple of 8.
         pitch: Columns of y, a multiple of 8.
+        zero: The integer that stands for 0; of floats none is.
     """
-    comptime assert size_of[dtype]() == 2 and columns % 32 == 0, "store_rows: 32 numbers of 16 bits"
+    comptime assert (
+        size_of[dtype]() <= 2 and columns % 32 == 0
+    ), "store_rows: 32 of 16 bits, or of 8"
     var b = at.t % 4
+    comptime if size_of[dtype]() == 1:
+        comptime for k in range(columns // 32):
+            var r = SIMD[DType.uint32, 4](0)
+            comptime for j in range(4):
+                var low = pair[4 * k + j, 0](sums) * scale[0]
+                var high = pair[4 * k + j, 1](sums) * scale[1]
+                r[j] = bitcast[DType.uint32, 1](stored[dtype](low.join(high), zero))
+            var eights = bitcast[DType.uint16, 8](_turned(r, b)).deinterleave()
+            comptime for half in range(2):
+                if at.row() + Int32(8 * half) < rows:
+                    var to = (
+                        Int(row + at.row() + Int32(8 * half)) * Int(pitch)
+                        + Int(column)
+                        + Int(32 * k)
+                        + Int(8 * b)
+                    )
+                    y.unsafe_offset(to).unsafe_bitcast[UInt16]().unsafe_store[alignment=8](
+                        0, eights[half]
+                    )
+        return
     comptime for half in range(2):
         comptime for k in range(columns // 32):
             var r = SIMD[DType.uint32, 4](0)

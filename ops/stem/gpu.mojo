@@ -46,7 +46,7 @@ from ..device import Device
 from ..epilogue import activate
 from ..hopper.ptx import mma_sync, mma_sync_short, packed
 from ..launch import launch
-from ..operands import F32, Data, Shared, narrowed
+from ..operands import F32, Data, Shared, dtypes, narrowed
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
 
 comptime MOST_THREADS = 384
@@ -583,12 +583,7 @@ def _activated[
             to = to.unsafe_offset(Int(t.q * t.f))
 
 
-def _dtypes[dtype: DType, out: DType]() -> String:
-    """Names the dtypes, as a part of a kernel's symbol: `bfloat16_to_uint8`."""
-    return String(dtype) if out == dtype else String(t"{dtype}_to_{out}")
-
-
-@__name(t"stem_{stem.label()}_{_dtypes[dtype, out]()}")
+@__name(t"stem_{stem.label()}_{dtypes[dtype, out]()}")
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](MOST_THREADS))
 def stem_kernel[
     dtype: DType, pixel: DType, stem: Stem, out: DType

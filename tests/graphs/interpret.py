@@ -291,11 +291,12 @@ def _layer_norm_grad(
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Any = None, *, heads: int, logsumexp: bool = False,
-    **rest: Any,
+    dtype: str = "", result_scale: float = 1.0, result_low: float = 0.0, **rest: Any,
 ) -> Any:  # fmt: skip
     q, k, v = (_split(x, heads) for x in (q, k, v))
     scores = _scores(q, k, _rows(bias, q, k), **rest)
     y = _joined(scores.softmax(-1) @ v)
+    y = _stored(y, result_scale, result_low, dtype) if dtype else y
     return (y, scores.logsumexp(-1)) if logsumexp else y
 
 

@@ -24,8 +24,10 @@ from maxvision.graphs.cvt import CVTS
 from maxvision.graphs.elementwise import MOST_RESULTS, most_members
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.passes import PASSES, align, foreach, fuse, norms
+from maxvision.graphs.passes.heads import stores_bytes
 from maxvision.graphs.pixels import from_pixels
 from maxvision.graphs.program import Node, Program
+from maxvision.graphs.quantize import Float8, Grid, Rounding
 from maxvision.graphs.resnet import RESNETS
 from maxvision.graphs.types import BATCH, FLOAT8
 from tests.graphs import nets
@@ -2591,6 +2593,36 @@ def layer_in_training(net: Net, x: Value) -> Value:
     net.output("dx", net.reshape(net.op("matmul", [dy, w]), BATCH, 64, 32))
     net.output("dw", net.op("matmul", [net.permute(dy, 1, 0), rows]))
     return z
+
+
+def test_attention_stores_bytes_on_hopper_where_a_kernel_does() -> None:
+    def stores(backend: Backend, dtype: str = "bfloat16", depth: int = 20, **rest: Any) -> bool:
+        net = Net("attention")
+        tokens = net.input("tokens", (BATCH, 7, 3 * depth), dtype)
+        attended = net.several("attention", [tokens] * 3, heads=3, scale=1.0, **rest)
+        net.output("y", attended[0])
+        return stores_bytes(net.program(), net.nodes[0], backend)
+
+    assert stores(HOPPER) and stores(HOPPER16, "float16", 128)
+    assert not any(map(stores, (CPU, CUDA, HIP)))
+    assert not stores(HOPPER, "float32") and not stores(HOPPER, depth=132)
+    assert not stores(HOPPER, depth=18) and not stores(HOPPER, logsumexp=True)
+
+
+@pytest.mark.parametrize("grid", [Grid(0.01, -130), Float8(0.003)])
+def test_attention_in_bytes_stands_for_what_is_rounded_behind_it(grid: Rounding) -> None:
+    net = Net("attention")
+    tokens = net.input("tokens", (BATCH, 7, 40), "bfloat16")
+    settings: dict[str, Any] = {"heads": 2, "scale": 1.0}
+    y = net.op("attention", [tokens] * 3, **settings)
+    net.output("rounded", net.op("fake_quantize", [y], **grid.attributes))
+    settings |= {"dtype": grid.stored, "result_scale": grid.scale, "result_low": float(grid.low)}
+    y = net.op("attention", [tokens] * 3, **settings)
+    expression = f"x0 {float(grid.low)} add {grid.scale} mul"
+    net.output("stored", net.op("pointwise", [y], expression=expression, dtype="bfloat16"))
+    program = net.program()
+    found = interpret(program, inputs(program), weights(program))
+    np.testing.assert_allclose(found["stored"], found["rounded"], 1e-12, 1e-12)
 
 
 def test_a_layer_of_values_is_one_product_each_way_on_hopper() -> None:

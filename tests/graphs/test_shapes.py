@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from tests.graphs import interpret, nets
 SEEDED = settings(derandomize=True, deadline=None)
 X = Type((BATCH, 6, 8, 9))
 TOKENS = Type((BATCH, 5, 4))
+HALVES = TOKENS._replace(dtype="bfloat16")
+HEADED = {"heads": 1, "scale": 1.0}
 
 
 def one(op: str, *given: Type | None, **attributes: Any) -> Type:
@@ -243,6 +246,33 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     r"expects a mask that broadcasts to \[N, 2, 5, 5\]": (
         "attention_bias", (Type((1, 3, 5, 5)),), {"heads": 2, "queries": 5, "keys": 5},
     ),
+    "attention: gives q's dtype, or uint8 or float8_e4m3fn, not int8": (
+        "attention", (HALVES,) * 3, {**HEADED, "dtype": "int8"},
+    ),
+    "attention: with logsumexp the result is in q's dtype, not uint8": (
+        "attention", (HALVES,) * 3, {**HEADED, "dtype": "uint8", "logsumexp": True},
+    ),
+    "attention: gives uint8 of 16 bits and .* but q is float32 and heads have 4": (
+        "attention", (TOKENS, TOKENS, TOKENS), {**HEADED, "dtype": "uint8"},
+    ),
+    "attention: gives float8_e4m3fn of .* but q is bfloat16 and heads have 132": (
+        "attention", (Type((BATCH, 5, 132), "bfloat16"),) * 3, {**HEADED, "dtype": FLOAT8},
+    ),
+    "attention: gives uint8 of .* but q is bfloat16 and heads have 2": (
+        "attention", (HALVES,) * 3, {"heads": 2, "scale": 1.0, "dtype": "uint8"},
+    ),
+    "attention: only a result in 8 bits has a scale or a least number": (
+        "attention", (HALVES,) * 3, {**HEADED, "result_scale": 0.5},
+    ),
+    "attention: expects a result_scale above 0 but it is nan": (
+        "attention", (HALVES,) * 3, {**HEADED, "dtype": "uint8", "result_scale": math.nan},
+    ),
+    "attention: expects a whole result_low from -255 to 0 of uint8 but it is 3": (
+        "attention", (HALVES,) * 3, {**HEADED, "dtype": "uint8", "result_low": 3.0},
+    ),
+    "attention: expects a whole result_low from 0 to 0 of float8_e4m3fn but it is -1": (
+        "attention", (HALVES,) * 3, {**HEADED, "dtype": FLOAT8, "result_low": -1.0},
+    ),
     f"expects heads of at most {MOST_DEPTH} channels but they have 300": (
         "attention", (Type((BATCH, 5, 300)),) * 3, {"heads": 1, "scale": 1.0},
     ),
@@ -426,6 +456,16 @@ def test_sums_and_chains_of_8_bits_are_stored_as_what_they_read(x: Type) -> None
     following = Type((9, 4, 1, 1))
     chain = infer("quantized_conv2d_chain", (x, F11, steps, image, following, None), CHAIN)
     assert chain == [image, Type((BATCH, 8, 9, 9), x.dtype)]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", FLOAT8])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+def test_attention_of_16_bits_can_give_8(kind: str, dtype: str) -> None:
+    q, k = Type((BATCH, 5, 256), kind), Type((BATCH, 7, 256), kind)
+    bias, low = Type((1, 5, 8), kind), -255.0 if dtype == "uint8" else 0.0
+    settings = {"heads": 2, "scale": 1.0, "dtype": dtype, "result_scale": 0.1, "result_low": low}
+    assert one("attention", q, k, k, **settings) == q._replace(dtype=dtype)
+    assert one("attention", q, k, k, bias, causal=True, **settings) == q._replace(dtype=dtype)
 
 
 def test_moments_are_float32_and_those_of_groups_of_columns() -> None:

@@ -37,7 +37,7 @@ from maxvision.graphs.lower import Canonical, backend, emit
 from maxvision.graphs.net import Net, Value
 from maxvision.graphs.parameters import Parameters, wide
 from maxvision.graphs.program import Program
-from maxvision.graphs.quantize import Float8, Grid
+from maxvision.graphs.quantize import Float8, Grid, Rounding
 from maxvision.graphs.shapes import sides
 from maxvision.graphs.types import FLOAT8
 from maxvision.runtime import cache
@@ -1488,6 +1488,7 @@ def attend(
     causal: bool = False,
     hidden: bool = False,
     tiles: bool = False,
+    result: Rounding | None = None,
 ) -> Case:
     """Makes a case of attention from t queries to s keys.
 
@@ -1506,6 +1507,7 @@ def attend(
         causal: Whether later keys are hidden.
         hidden: Whether the bias hides keys, and from a query all of them.
         tiles: Whether it hides 64 keys from all queries: a tile of a CPU's.
+        result: The 8 bits that are stored and widened again, if any; the scale is a power of 2.
     """
     c, even = heads * depth, s + s % 2
     inputs: list[Shape] = [(windows * t, c), (windows * s, c), (windows * s, c)]
@@ -1520,7 +1522,14 @@ def attend(
                 for x, size in zip((q, k, v), (t, s, s), strict=True)
             )
         rows = w.vector("rows", q.dtype) if bias else seen[0] if seen else None
-        y = nodes.attention(q, k, v, heads, scale=scale, bias=rows, causal=causal)
+        stored: dict[str, Any] = {}
+        if result:
+            stored = {"dtype": result.stored, "result_scale": result.scale}
+            stored["result_low"] = float(result.low)
+        y = nodes.attention(q, k, v, heads, scale=scale, bias=rows, causal=causal, **stored)
+        if result:
+            expression = f"x0 {float(result.low)} add {result.scale!r} mul"
+            y = nodes.pointwise(expression, [y], w.dtype.name)
         return y.reshape((n, windows * t, c)) if windows > 1 else y
 
     def reference(
@@ -1536,7 +1545,14 @@ def attend(
             scores = scores + rows[:, None, :, :s]
         if causal:
             scores = scores + torch.ones(t, s).tril().log().to(scores)
-        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(n, -1, c)
+        y = (scores.softmax(-1) @ v).transpose(1, 2).reshape(n, -1, c)
+        if isinstance(result, Float8):
+            return e4m3(y / result.scale) * result.scale
+        if result:  # NaN is stored as 0, too
+            least, largest = result.bounds
+            steps = (y / result.scale).round() * result.scale
+            return steps.nan_to_num(least).clamp(least, largest)
+        return y
 
     def change(x: list[np.ndarray], w: dict[str, np.ndarray]) -> None:
         if bias:
@@ -2438,6 +2454,20 @@ ON_HOPPER = [
     quantized_shortcut_chain("quantized_conv2d_shortcut_chain", (90, 71), 256),
     quantized_shortcut_chain("quantized_conv2d_shortcut_chain few", (5, 3), 80),
     quantized_chain_floats("quantized_conv2d_chain of e4m3", (65, 67), 64, 256, 128),
+    attend("attention to uint8", 67, 150, 2, 64, result=Grid(2.0**-6, -130)),
+    attend("attention to uint8, many heads", 200, 150, 140, 64, result=Grid(2.0**-6, -97)),
+    attend("attention to uint8, many heads of 32", 200, 150, 140, 32, result=Grid(2.0**-5, -97)),
+    attend("attention to uint8 with a bias", 49, 49, 12, 32, windows=64, bias=(64, 12, 49),
+           result=Grid(2.0**-6, -130)),
+    attend("attention to e4m3", 67, 150, 2, 64, result=Float8(2.0**-9)),
+    attend("attention to e4m3, many heads", 200, 150, 140, 64, result=Float8(2.0**-9)),
+    attend("attention to e4m3, many heads of 96", 130, 67, 140, 96, result=Float8(2.0**-8)),
+    attend("attention to e4m3, 36", 130, 67, 150, 36, result=Float8(2.0**-8)),
+    attend("attention to e4m3, one tile", 129, 50, 140, 64, result=Float8(2.0**-7)),
+    attend("attention to e4m3 with a bias", 150, 171, 150, 64, bias=(1, 150, 150), hidden=True,
+           result=Float8(2.0**-9)),
+    attend("attention to e4m3, few with a bias", 67, 151, 2, 48, bias=(1, 2, 67),
+           result=Float8(2.0**-9)),
     stem_of_bytes("stem_maxpool", (37, 90), 64),
     stem_of_bytes("stem_conv2d", (30, 21), 40),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",

@@ -472,6 +472,9 @@ def test_errors_of_attention_name_the_shapes() -> None:
             nodes.attention(q, none, none, 2)
         with pytest.raises(ArgumentError, match="a scale of at least 0 but it is -1"):
             nodes.attention(q, k, k, 2, scale=-1)
+        half = q.cast(DType.bfloat16)
+        with pytest.raises(DeviceError, match="attention: a CPU stores q's dtype, not uint8"):
+            nodes.attention(half, half, half, 1, dtype="uint8")
         with pytest.raises(
             ArgumentError, match=r"attention_grad: dy expects the shape \[.*but has"
         ):

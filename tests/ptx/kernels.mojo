@@ -44,7 +44,7 @@ from ops.layer_norm_grad.gpu import layer_norm_grad_gpu
 from ops.layer_norm_grad.tensors import NormGrad, NormGradSizes
 from ops.layernorm import NormSizes, NormTensors, layernorm_gpu
 from ops.normalize import normalize_gpu
-from ops.operands import F32, I64, Batch, Data, Operands, Scales
+from ops.operands import F32, I64, Affine, Batch, Data, Operands, Scales
 from ops.optimizer import step_gpu
 from ops.permute import AXES, Joined, permute_gpu
 from ops.pointwise import Broadcast, Sources, pointwise_gpu
@@ -572,6 +572,19 @@ def main() raises:
         enqueue_hopper[BF16, short(64), one](attention, mask, places, ctx)
         enqueue_hopper[BF16, long(64), one](attention, mask, places, ctx)
     enqueue_hopper[F16, long(64), Mask(bias=True)](attention2, mask2, places, ctx)
+    comptime for i in range(2):
+        comptime out = [DType.uint8, DType.float8_e4m3fn][i]
+        var y = bytes.unsafe_bitcast[Scalar[out]]()
+        var o = Attention[BF16, out](
+            half, half, half, y, n=n, t=n, s=n, c=n, heads=n, scale=1, result=Affine(1, 0)
+        )
+        enqueue_flash[BF16, 64, 2, 1, no](o, mask, places, ctx)
+        enqueue_flash[BF16, 64, 1, 4, all](o, mask, places, ctx)
+        enqueue_flash[BF16, 36, 2, 1, no](o, mask, places, ctx)
+        enqueue_flash[BF16, 80, 1, 1, no](o, mask, places, ctx)
+        comptime for depth in [32, 64, 96]:
+            enqueue_hopper[BF16, long(depth), no](o, mask, places, ctx)
+        enqueue_hopper[BF16, short(64), Mask(bias=True)](o, mask, places, ctx)
     enqueue_plain[BF16, 24, no](attention, mask, places, ctx)
     enqueue_plain[BF16, 24, all](attention, mask, places, ctx)
     comptime kept = Mask(bias=True, logsumexp=True)

@@ -1398,13 +1398,17 @@ def chain(
 
 @dataclass(frozen=True)
 class Heads:
-    """Sizes of an attention: T queries and S keys of an image, heads of `depth` channels."""
+    """Sizes of an attention: T queries and S keys of an image, heads of `depth` channels.
+
+    `result` is scale and zero point of a result in 8 bits.
+    """
 
     n: int
     t: int
     s: int
     heads: int
     depth: int
+    result: tuple[float, ...] = ()
 
 
 def attention(
@@ -1420,11 +1424,13 @@ def attention(
     grid: int = 0,
     seed: int = 0,
     masks: Masks | None = None,
+    out: str = "bfloat16",
 ) -> Array:
     """Runs ops/attention/flash.mojo (or plain.mojo if rows is 0) on a grid of at most `grid`."""
-    memory, y = Tensors(), unwritten(q.shape, "bfloat16")
+    memory, y = Tensors(), unwritten(q.shape, out)
     at = [memory.add(a) for a in (q, k, v, y)]
-    operands = pack("4Q5if", *at, g.n, g.t, g.s, g.heads * g.depth, g.heads, scale)
+    sizes = (g.n, g.t, g.s, g.heads * g.depth, g.heads)
+    operands = pack(f"4Q5i{1 + len(g.result)}f", *at, *sizes, scale, *g.result)
     threads = 128 if splits == 1 else 64 * splits
     if rows:
         queries = 16 * rows * threads // (32 * splits)
@@ -1487,6 +1493,7 @@ def hopper_attention(
     period: int,
     processors: int = 2,
     dtype: str = "bfloat16",
+    out: str = "",
     seed: int = 0,
     masks: Masks | None = None,
 ) -> Array:
@@ -1496,7 +1503,7 @@ def hopper_attention(
     """
     groups, keys, stages = tile
     memory, held = Tensors(), []
-    for a in (q, k, v, unwritten(q.shape, dtype)):
+    for a in (q, k, v, unwritten(q.shape, out or dtype)):
         at = memory.add(a)
         held.append((at, memory.array(at, a)))
     rows, channels = (64, keys, keys), 32 if g.depth % 64 else 64
@@ -1504,7 +1511,7 @@ def hopper_attention(
     parts = -(-g.t // (64 * period))
     items = g.n * g.heads * parts
     sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period)
-    schedule = pack("4i", 0, parts, items, 1)
+    schedule = pack(f"4i{len(g.result)}f", 0, parts, items, 1, *g.result)
     y_at, y = held[3]
     launch = Launch(
         kernel,

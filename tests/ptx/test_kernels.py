@@ -1773,12 +1773,80 @@ def check_attention(
     dtype: str,
     added: Array | float = 0.0,
 ) -> None:
+    # Probabilities are rounded before the second product.
+    check(y, attended(g, q, k, v, scale, dtype, added), dtype, 2**-9)
+
+
+def attended(
+    g: Heads, q: Array, k: Array, v: Array, scale: float, dtype: str, added: Array | float = 0.0
+) -> Array:
     heads = [wide(a, dtype).reshape(g.n, -1, g.heads, g.depth).swapaxes(1, 2) for a in (q, k, v)]
     scores = heads[0] @ heads[1].swapaxes(2, 3) * scale + added
     e = np.exp(scores - scores.max(-1, keepdims=True))
-    want = (e / e.sum(-1, keepdims=True) @ heads[2]).swapaxes(1, 2).reshape(y.shape)
-    # Probabilities are rounded before the second product.
-    check(y, want, dtype, 2**-9)
+    return np.asarray((e / e.sum(-1, keepdims=True) @ heads[2]).swapaxes(1, 2).reshape(q.shape))
+
+
+TO_BYTES = [
+    ("flash_64_2x1", Heads(2, 33, 70, 3, 64)),
+    ("flash_64_2x1", Heads(1, 9, 1, 1, 64)),
+    ("flash_36_2x1", Heads(2, 130, 40, 3, 36)),
+    ("flash_80_1x1", Heads(1, 70, 33, 2, 80)),
+    ("flash_bias_causal_64_1x4", Heads(2, 40, 300, 1, 64)),
+    ("hopper_32_long", Heads(2, 100, 196, 2, 32)),
+    ("hopper_64_long", Heads(2, 130, 170, 3, 64)),
+    ("hopper_64_long", Heads(1, 9, 1, 1, 64)),
+    ("hopper_96_long", Heads(1, 65, 250, 2, 96)),
+    ("hopper_bias_64_short", Heads(2, 70, 49, 2, 64)),
+]
+
+
+@pytest.mark.parametrize("out", ["uint8", E4M3])
+@pytest.mark.parametrize(("name", "g"), TO_BYTES, ids=str)
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_attention_stores_bytes(
+    find: Find, rng: np.random.Generator, name: str, g: Heads, out: str
+) -> None:
+    """Saturated, NaN as 0 where there is none; halves go to even steps, whatever the zero point."""
+    q, k, v = (wide(a, BF16) for a in attention_inputs(rng, g, BF16))
+    v = np.rint(v * 256) / 256
+    v[0, 0, :3] = np.inf, -np.inf, np.nan
+    if g.s == 1:
+        q[:] = 0  # scores are 0, probabilities 1, and y is v
+    q, k, v = (rounded(a, BF16) for a in (q, k, v))
+    masks = Masks()
+    if "bias" in name:
+        bias = rng.standard_normal((1, g.heads, g.t, g.s))
+        bias[..., 5, :] = -np.inf
+        masks = Masks(bias=rounded(bias, BF16), diagonal=260 if "causal" in name else None)
+    want = attended(g, q, k, v, 0.2, BF16, added(masks, g))
+    scale, zero = (2.0**-8, 0) if out == E4M3 else (2.0**-7, 131)
+    g = replace(g, result=(scale, float(zero)))
+    kind, _, size = name.rpartition("_")
+    if name.startswith("hopper"):
+        tile = HEADS[size][g.depth]
+        kernel = find(f"attention_{kind}_{'x'.join(map(str, tile))}_{BF16}_to_{out}")
+        y = hopper_attention(
+            kernel, g, tile, q, k, v, 0.2, period=3, processors=1, out=out, masks=masks
+        )
+    else:
+        kernel = find(f"attention_{name}_{BF16}_to_{out}")
+        rows, splits = map(int, size.split("x"))
+        y = attention(kernel, g, q, k, v, 0.2, rows=rows, splits=splits, masks=masks, out=out)
+
+    def stored(steps: Array) -> Array:
+        steps = np.where(np.isnan(steps) & (out == "uint8"), -np.inf, steps)
+        return wide(rounded(np.rint(steps) + zero if zero else steps, out), out)
+
+    # Probabilities are rounded before the second product, but not that of a single key.
+    off = 2**-9 * np.abs(want[np.isfinite(want)]).max() / scale if g.s > 1 else 0
+    got, steps = wide(y, out), want / scale
+    odd = np.isnan(stored(steps))
+    np.testing.assert_array_equal(np.isnan(got), odd)
+    assert odd.any() == (out == E4M3)
+    bounds = stored(steps - off), stored(steps + off)
+    assert ((bounds[0] <= got) & (got <= bounds[1]))[~odd].all()
+    limits = (-448, 448) if out == E4M3 else (0, 255)
+    assert all((got == limit).any() for limit in limits) and (np.abs(got - zero) < 20).any()
 
 
 KEPT = [
