@@ -18,6 +18,7 @@ from max.dtype import DType
 from maxvision.graphs.arrange import is_aligned, is_depthwise
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Array, filter_scales
+from maxvision.graphs.passes import heads
 from maxvision.graphs.passes.fuse import activation, is_activation
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.quantize import GROUP, STEPS, STORED, Float8, Grid, Rounding, rounding_of
@@ -537,7 +538,7 @@ def rounded(program: Program, on: Backend) -> Program:
         inputs, made = node.inputs, list[Node]()
         if node.op == "layer_norm" and program.constants.issuperset(inputs[1:]):
             inputs, made = _scaled_norm(program, node, taken)
-        elif node.op == "attention" and attention_stores(program, node, on):
+        elif node.op == "attention" and heads.stores_bytes(program, node, on):
             attributes |= _named("result", first)
         elif node.op == "depthwise_qkv" and False:
             for part, grid in zip("qkv", grids, strict=True):
@@ -550,10 +551,6 @@ def rounded(program: Program, on: Backend) -> Program:
         new = replace(node, inputs=inputs, outputs=outputs, attributes=attributes)
         rewrite.replace([node, *roundings], *made, new, place=node)
     return rewrite.done()
-
-
-def attention_stores(program: Program, node: Node, on: Backend) -> bool:
-    return False
 
 
 def _stored(program: Program, value: str) -> Rounding | None:

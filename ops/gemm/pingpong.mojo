@@ -54,8 +54,8 @@ from ..hopper.ptx import (
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
-from ..operands import Operands, Scales
-from .hopper import dtypes, filter_map, several
+from ..operands import Operands, Scales, dtypes
+from .hopper import filter_map, several
 
 comptime SHARED = 227 * 1024
 """Bytes of shared memory of a block, its alignment among them."""

@@ -194,10 +194,7 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
         """
         comptime if epilogue.rescales[Self.dtype]():
             var result = self.scales[0].result
-            var steps = y * (1 / result.scale)
-            comptime if Self.dtype.is_integral():
-                steps = steps.__round__() + result.zero
-            return narrowed[Self.dtype](steps)
+            return stored[Self.dtype](y * (1 / result.scale), result.zero)
         else:
             return narrowed[Self.dtype](y)
 
