@@ -625,11 +625,14 @@ def _group_norm(given: _Given, *, layout: str = "NCHW", **attributes: Any) -> Te
     return nodes.permute(y, to_first)
 
 
-def _depthwise(given: _Given, *, size: tuple[int, int], kernel: int, **rest: Any) -> Any:
+def _depthwise(given: _Given, *, size: tuple[int, int], kernel: int, **attributes: Any) -> Any:
     c = int(given.value(0).shape[2])
     filters = given.layer(3, c), given.layer(5, c), given.layer(7, c)
     norm = (given.vector(1), given.vector(2))
-    return nodes.depthwise_qkv(given.value(0), size, norm, filters, **rest)
+    numbers, rest = _numbers(attributes)
+    pairs = ((numbers.get(f"{n}_scale", 1.0), 0.0 - numbers.get(f"{n}_low", 0.0)) for n in "qkv")
+    scales = [number for pair in pairs for number in pair]
+    return nodes.depthwise_qkv(given.value(0), size, norm, filters, scales=scales, **rest)
 
 
 def _shortcut(given: _Given, **window: Any) -> TensorValue:

@@ -1842,6 +1842,8 @@ def depthwise_qkv(
     padding_kv: int = 1,
     stride_kv: int = 2,
     class_token: bool = False,
+    dtype: str = "",
+    scales: Sequence[float] = (1.0, 0.0) * 3,
 ) -> tuple[TensorValue, TensorValue, TensorValue]:
     """Normalises tokens and convolves them, channel by channel, into query, key and value.
 
@@ -1858,6 +1860,8 @@ def depthwise_qkv(
         padding_kv: The same for key and value.
         stride_kv: Tokens between the windows of key and value.
         class_token: Whether there is one.
+        dtype: Of the results: uint8 or float8_e4m3fn, on Hopper; x's if it is empty.
+        scales: Of results in 8 bits scale and zero point of query, key and value.
 
     Returns:
         Query [N, T, C], key and value [N, T', C].
@@ -1871,13 +1875,13 @@ def depthwise_qkv(
         _type(x), _type(norm[0]), _type(norm[1]),
         *(part for each in filters for part in (_filter(each), None)),
         size=size, kernel=kernel, padding_q=padding_q, padding_kv=padding_kv,
-        stride_kv=stride_kv, class_token=class_token,
+        stride_kv=stride_kv, class_token=class_token, dtype=dtype,
     )  # fmt: skip
     values = [x, *norm]
     for filter in filters:
         values += [filter.dense, filter.bias]
     window = [int(class_token), *size, kernel, padding_q, padding_kv, stride_kv]
-    values += [_host([eps], DType.float32), _host(window, DType.int64)]
+    values += [_host([eps, *scales], DType.float32), _host(window, DType.int64)]
     q, k, v = _custom("depthwise_qkv", values, outs, {"kernel": kernel})
     return q, k, v
 

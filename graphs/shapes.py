@@ -1271,9 +1271,21 @@ def depthwise_qkv(
     stride_kv: int = 2,
     class_token: bool = False,
     eps: float = 1e-5,
+    dtype: str = "",
+    q_scale: float = 1.0,
+    q_low: float = 0.0,
+    k_scale: float = 1.0,
+    k_low: float = 0.0,
+    v_scale: float = 1.0,
+    v_low: float = 0.0,
 ) -> tuple[Type, Type, Type]:
-    """Types three depthwise convolutions of normalised tokens x[N, T, C], each then as tokens."""
+    """Types three depthwise convolutions of normalised tokens x[N, T, C], each then as tokens.
+
+    They are stored in x's dtype, or in 8 bits if ``dtype`` says so, as ``quantized`` does.
+    """
     name = "depthwise_qkv"
+    if dtype not in ("", *EIGHT_BITS):
+        raise ArgumentError(f"{name}: stores x's dtype, uint8 or {FLOAT8}, not {dtype}")
     if len(x.shape) != 3:
         raise ArgumentError(f"{name}: expects tokens x[N, T, C] but x has rank {len(x.shape)}")
     tokens, c = (_known(name, size, "T and C of x[N, T, C]") for size in x.shape[1:])
@@ -1295,8 +1307,9 @@ def depthwise_qkv(
             f" but it is {padding_q}"
         )
     p, q = windows(name, size, (kernel, kernel), stride_kv, padding_kv)
-    keys = Type((x.shape[0], p * q + class_token, c), x.dtype)
-    return x, keys, keys
+    stored = dtype or x.dtype
+    keys = Type((x.shape[0], p * q + class_token, c), stored)
+    return x._replace(dtype=stored), keys, keys
 
 
 def class_token(tokens: Type, token: Type) -> Type:

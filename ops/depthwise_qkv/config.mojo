@@ -1,16 +1,21 @@
 """Tensors and sizes of depthwise_qkv."""
 
+from std.utils.static_tuple import StaticTuple
 
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Data
+from ..operands import F32, Affine, Data, narrowed, widened
 
 
-struct QkvOperands[dtype: DType](KernelArgument, TrivialRegisterPassable):
+struct QkvOperands[dtype: DType, out: DType = dtype](KernelArgument, TrivialRegisterPassable):
     """The tensors; see gpu.mojo for their shapes.
 
     Parameters:
         dtype: Of tokens and filters.
+        out: Of query, key and value: the same, or one of 8 bits.
     """
+
+    comptime STEPS = 3 if Self.out != Self.dtype else 0
+    """How many steps there are: kernels that store no 8 bits receive none."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
@@ -33,12 +38,14 @@ struct QkvOperands[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The key's bias."""
     var v_bias: Data[F32]
     """The value's bias."""
-    var q: Data[Self.dtype]
+    var q: Data[Self.out]
     """Where the query goes."""
-    var k: Data[Self.dtype]
+    var k: Data[Self.out]
     """Where the key goes."""
-    var v: Data[Self.dtype]
+    var v: Data[Self.out]
     """Where the value goes."""
+    var steps: StaticTuple[Affine, Self.STEPS]
+    """Of query, key and value in 8 bits: reciprocals of their scales, and zeros."""
 
     def __init__(
         out self,
@@ -47,7 +54,8 @@ struct QkvOperands[dtype: DType](KernelArgument, TrivialRegisterPassable):
         norm: Tuple[Data[F32], Data[F32]],
         filters: Tuple[Data[Self.dtype], Data[Self.dtype], Data[Self.dtype]],
         biases: Tuple[Data[F32], Data[F32], Data[F32]],
-        outputs: Tuple[Data[Self.dtype], Data[Self.dtype], Data[Self.dtype]],
+        outputs: Tuple[Data[Self.out], Data[Self.out], Data[Self.out]],
+        scales: Optional[Data[F32]] = None,
     ):
         """Names the tensors.
 
@@ -57,12 +65,43 @@ struct QkvOperands[dtype: DType](KernelArgument, TrivialRegisterPassable):
             filters: Of query, key and value.
             biases: Of query, key and value.
             outputs: Query, key and value.
+            scales: Of outputs in 8 bits scale and zero of each: six numbers in host memory.
         """
         self.x = x
         self.weight, self.norm_bias = norm[0], norm[1]
         self.q_filter, self.k_filter, self.v_filter = filters[0], filters[1], filters[2]
         self.q_bias, self.k_bias, self.v_bias = biases[0], biases[1], biases[2]
         self.q, self.k, self.v = outputs[0], outputs[1], outputs[2]
+        self.steps = StaticTuple[Affine, Self.STEPS](fill=Affine(1, 0))
+        comptime for i in range(Self.STEPS):
+            if scales:
+                var scale = scales.value()[unsafe_offset=2 * i]
+                self.steps[i] = Affine(1 / scale, scales.value()[unsafe_offset=2 * i + 1])
+
+    @always_inline
+    def stored[
+        of: DType, width: SIMDLength, //, i: Int
+    ](self, y: SIMD[of, width]) -> SIMD[Self.out, width]:
+        """Rounds numbers to what is stored of them; in 8 bits saturated.
+
+        Parameters:
+            of: Of the numbers.
+            width: How many.
+            i: Whether they are of the query, 0, the key, 1, or the value, 2.
+
+        Args:
+            y: Sums in float32, or a class token that is rounded to the tokens' dtype.
+
+        Returns:
+            Integers `round(y / scale) + zero`, 0 for NaN; or floats, in 8 bits of `y / scale`.
+        """
+        comptime if Self.out == Self.dtype:
+            return y.cast[Self.out]()
+        else:
+            var n = widened(y) * self.steps[i].scale
+            comptime if Self.out.is_integral():
+                n = n.__round__() + self.steps[i].zero
+            return narrowed[Self.out](n)
 
     def from_image(self, n: Int, g: QkvSizes) -> Self:
         """Moves on to an image.

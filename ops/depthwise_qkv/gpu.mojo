@@ -8,6 +8,9 @@
     w[R, S, C]            each of the three filters, R = S
     q[N, T, C], k and v[N, T', C]; the normalised class token is the first row of each
 
+On Hopper q, k and v may have 8 bits, each with a scale of its own (config.mojo): their sums are
+rounded to these at once, the class token to the tokens' type before.
+
 Outside the map n is zero: the padding comes after the norm. A block owns a tile of tokens. It reads
 the tile and its margin once, 16 bytes a thread, computes the statistics of each token in the
 registers of 8 to 32 lanes (of x - mean, in float32), and keeps n in shared memory as
@@ -31,7 +34,7 @@ from std.utils.static_tuple import StaticTuple
 from ..choice import Cheapest
 from ..device import Device
 from ..launch import launch
-from ..operands import F32, Data, widened
+from ..operands import F32, Data, dtypes, widened
 from ..rows import over_lanes
 from ..target import IS_HOPPER
 from .config import QkvOperands, QkvSizes
@@ -109,11 +112,12 @@ struct _Reader[dtype: DType, lanes: Int, vectors: Int](TrivialRegisterPassable):
         return values^
 
 
-struct _Norm[dtype: DType, lanes: Int, vectors: Int, held: Bool]:
+struct _Norm[dtype: DType, out: DType, lanes: Int, vectors: Int, held: Bool]:
     """Weight and bias of the channels that a thread normalises.
 
     Parameters:
         dtype: Of the tokens.
+        out: Of query, key and value.
         lanes: Threads that normalise a token.
         vectors: Vectors of 16 bytes of each.
         held: Whether registers hold them.
@@ -122,7 +126,7 @@ struct _Norm[dtype: DType, lanes: Int, vectors: Int, held: Bool]:
     comptime WIDE = 16 // size_of[Self.dtype]()
     comptime HELD = Self.vectors if Self.held else 0
 
-    var o: QkvOperands[Self.dtype]
+    var o: QkvOperands[Self.dtype, Self.out]
     """Where both are, if registers do not hold them."""
     var weight: Array[SIMD[F32, Self.WIDE], Self.HELD]
     """The norm's weight, vector by vector."""
@@ -130,7 +134,7 @@ struct _Norm[dtype: DType, lanes: Int, vectors: Int, held: Bool]:
     """The norm's bias, likewise."""
 
     @always_inline
-    def __init__(out self, o: QkvOperands[Self.dtype], g: QkvSizes, first: Int32):
+    def __init__(out self, o: QkvOperands[Self.dtype, Self.out], g: QkvSizes, first: Int32):
         """Loads both if they are held; `first` is the first vector's channel."""
         self.o = o
         self.weight = Array[SIMD[F32, Self.WIDE], Self.HELD](fill=0)
@@ -160,7 +164,7 @@ def _normalize[
     dtype: DType, lanes: Int, vectors: Int, //
 ](
     first: _Reader[dtype, lanes, vectors],
-    norm: _Norm[dtype, lanes, vectors, _],
+    norm: _Norm[dtype, _, lanes, vectors, _],
     g: QkvSizes,
     tile: Tile[dtype],
     extra: Int32,
@@ -211,21 +215,22 @@ def _normalize[
 
 
 @always_inline
-def _pass_by[dtype: DType](o: QkvOperands[dtype], g: QkvSizes, tile: Tile[dtype]):
+def _pass_by[dtype: DType](o: QkvOperands[dtype, _], g: QkvSizes, tile: Tile[dtype]):
     """Stores the class token, which lies behind the tile and its margin, in all outputs."""
-    comptime ALIGNMENT = QUAD * size_of[dtype]()
+    comptime ALIGNMENT = QUAD * size_of[o.out]()
     var token = g.tile_height() * g.tile_width()
     var image = Int(block_idx.y)
     var quad = Int32(thread_idx.x)
     if quad * Int32(QUAD) < g.c:
-        var n = tile.unsafe_load[width=QUAD, alignment=ALIGNMENT](
+        var n = tile.unsafe_load[width=QUAD, alignment=QUAD * size_of[dtype]()](
             Int((quad * g.pitch() + token) * Int32(QUAD))
         )
         var channel = Int(quad * Int32(QUAD))
         var keys = image * Int((g.p * g.q + 1) * g.c) + channel
-        o.q.unsafe_store[alignment=ALIGNMENT](image * Int((g.h * g.w + 1) * g.c) + channel, n)
-        o.k.unsafe_store[alignment=ALIGNMENT](keys, n)
-        o.v.unsafe_store[alignment=ALIGNMENT](keys, n)
+        var query = image * Int((g.h * g.w + 1) * g.c) + channel
+        o.q.unsafe_store[alignment=ALIGNMENT](query, o.stored[0](n))
+        o.k.unsafe_store[alignment=ALIGNMENT](keys, o.stored[1](n))
+        o.v.unsafe_store[alignment=ALIGNMENT](keys, o.stored[2](n))
 
 
 @fieldwise_init
@@ -246,13 +251,16 @@ struct _Area(TrivialRegisterPassable):
     """Outputs of a row of the map."""
 
 
-struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip: Int, held: Bool]:
+struct _Convolutions[
+    dtype: DType, out: DType, kernel: Int, count: Int, channels: Int, strip: Int, held: Bool
+]:
     """Convolves a tile with `count` filters, some channels and neighbouring outputs at a time.
 
     Parameters:
         dtype: Of tokens and filters.
+        out: Of the outputs.
         kernel: Taps of a side of the window.
-        count: Filters.
+        count: Filters: the query's, or the key's and the value's.
         channels: Channels that a thread computes at a time.
         strip: Neighbouring outputs that a thread computes at a time.
         held: Whether the taps of the thread's first channels are loaded when this is made.
@@ -264,7 +272,7 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
     """[R, S, C] each."""
     var biases: Array[Data[F32], Self.count]
     """[C] each."""
-    var outputs: Array[Data[Self.dtype], Self.count]
+    var outputs: Array[Data[Self.out], Self.count]
     """The image's, from the first token of the map on."""
     var c: Int32
     """C."""
@@ -286,7 +294,7 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
         out self,
         filters: Array[Data[Self.dtype], Self.count],
         biases: Array[Data[F32], Self.count],
-        outputs: Array[Data[Self.dtype], Self.count],
+        outputs: Array[Data[Self.out], Self.count],
         c: Int32,
         t: Int32,
     ):
@@ -319,7 +327,13 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
             ](Int(channel))
 
     @always_inline
-    def convolve(mut self, tile: Tile[Self.dtype], g: QkvSizes, area: _Area):
+    def convolve(
+        mut self,
+        tile: Tile[Self.dtype],
+        g: QkvSizes,
+        area: _Area,
+        o: QkvOperands[Self.dtype, Self.out],
+    ):
         """Computes the outputs of an area."""
         comptime ALIGNMENT = Self.channels * size_of[Self.dtype]()
         comptime SEEN = Self.strip + Self.kernel - 1
@@ -366,9 +380,9 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
                         comptime if j > 0:
                             if column + Int32(j) >= area.broad:
                                 sums[f * Self.strip + j] = sums[f * Self.strip + j - 1]
-                        self.outputs[f].unsafe_store[alignment=ALIGNMENT](
+                        self.outputs[f].unsafe_store[alignment=Self.channels * size_of[Self.out]()](
                             Int(to + min(Int32(j), area.broad - 1 - column) * self.c),
-                            sums[f * Self.strip + j].cast[Self.dtype](),
+                            o.stored[Self.count - 1 + f](sums[f * Self.strip + j]),
                         )
                 i += self.parts
             group += self.groups
@@ -377,14 +391,16 @@ struct _Convolutions[dtype: DType, kernel: Int, count: Int, channels: Int, strip
             self.load(group)
 
 
-@__name(t"depthwise_qkv_{'few_' if few else ''}{kernel}_{lanes}x{vectors}_{dtype}")
+@__name(
+    t"depthwise_qkv_{'few_' if few else ''}{kernel}_{lanes}x{vectors}_{dtypes[dtype, out]()}"
+)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
     `nvvm.minctasm`=SIMDLength(1 if few else RESIDENT),
 )
 def qkv_kernel[
-    dtype: DType, kernel: Int, lanes: Int, vectors: Int, few: Bool
-](o: QkvOperands[dtype], g: QkvSizes):
+    dtype: DType, kernel: Int, lanes: Int, vectors: Int, few: Bool, out: DType = dtype
+](o: QkvOperands[dtype, out], g: QkvSizes):
     """Computes a tile; block_idx.x counts tiles of an image, block_idx.y images.
 
     With few tiles only what a block does after the kernel ahead adds to the time. So it loads its filters
@@ -396,6 +412,7 @@ def qkv_kernel[
         lanes: Threads that normalise a token: 8, 16 or 32.
         vectors: Vectors of 16 bytes of each; they cover the channels.
         few: Whether there is at most one tile a multiprocessor.
+        out: Of query, key and value.
 
     Args:
         o: Tensors.
@@ -417,9 +434,9 @@ def qkv_kernel[
         o.x.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped)), h0 - margin, w0 - margin
     )
     reader.locate(g, g.tile_height() * g.tile_width())
-    var norm = _Norm[dtype, lanes, vectors, few](o, g, reader.channel)
+    var norm = _Norm[dtype, out, lanes, vectors, few](o, g, reader.channel)
 
-    var q = _Convolutions[dtype, kernel, 1, 4, 2, few](
+    var q = _Convolutions[dtype, out, kernel, 1, 4, 2, few](
         [o.q_filter],
         [o.q_bias],
         [o.q.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped) + skipped)],
@@ -435,7 +452,7 @@ def qkv_kernel[
         width=g.w,
     )
     var at_keys = image * (Int(g.p * g.q * g.c) + skipped) + skipped
-    var kv = _Convolutions[dtype, kernel, 2, 2, 1, few](
+    var kv = _Convolutions[dtype, out, kernel, 2, 2, 1, few](
         [o.k_filter, o.v_filter],
         [o.k_bias, o.v_bias],
         [o.k.unsafe_offset(at_keys), o.v.unsafe_offset(at_keys)],
@@ -462,8 +479,8 @@ def qkv_kernel[
     barrier()
     if extra == 1:
         _pass_by(o, g, tile)
-    q.convolve(tile, g, queries)
-    kv.convolve(tile, g, keys)
+    q.convolve(tile, g, queries, o)
+    kv.convolve(tile, g, keys, o)
 
 
 def _blocks(g: QkvSizes) -> Int:
@@ -523,12 +540,12 @@ def _tiled[dtype: DType](sizes: QkvSizes, device: Device) -> QkvSizes:
 
 def _enqueue[
     dtype: DType, kernel: Int, lanes: Int, vectors: Int
-](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises:
+](o: QkvOperands[dtype, _], sizes: QkvSizes, ctx: DeviceContext) raises:
     var device = Device(ctx)
     var g = _tiled[dtype](sizes, device)
     comptime for few in [False, True]:
         if few == (_blocks(g) * Int(g.images) <= device.multiprocessors):
-            launch[qkv_kernel[dtype, kernel, lanes, vectors, few]](
+            launch[qkv_kernel[dtype, kernel, lanes, vectors, few, o.out]](
                 ctx,
                 o,
                 g,
@@ -541,7 +558,7 @@ def _enqueue[
 
 def depthwise_qkv_gpu[
     dtype: DType, kernel: Int
-](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
+](o: QkvOperands[dtype, _], g: QkvSizes, ctx: DeviceContext) raises:
     """Enqueues the projections of all images: hopper.mojo's kernel where it is faster, or this one.
 
     Parameters:
@@ -564,7 +581,7 @@ def depthwise_qkv_gpu[
 
 def _enqueue_some[
     dtype: DType, kernel: Int
-](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
+](o: QkvOperands[dtype, _], g: QkvSizes, ctx: DeviceContext) raises:
     """Enqueues the projections of as many images as a grid can count."""
     comptime if IS_HOPPER and kernel == KERNEL and size_of[dtype]() == 2:
         if enqueue_hopper(o, g, ctx):

@@ -28,6 +28,7 @@ from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, rsqrt
 from std.memory import bitcast
+from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
@@ -42,7 +43,7 @@ from ..hopper.ptx import (
     shared_load_matrices,
 )
 from ..launch import launch
-from ..operands import F32, Data, widened
+from ..operands import F32, Data, dtypes, widened
 from ..rows import over_lanes
 from .config import QkvOperands, QkvSizes
 
@@ -139,7 +140,7 @@ struct _Tile[c: Int](TrivialRegisterPassable):
 @always_inline
 def _fetch[
     dtype: DType, c: Int
-](o: QkvOperands[dtype], g: QkvSizes, tile: _Tile[c], shared: Shared, count: Int32, half: Int32):
+](o: QkvOperands[dtype, _], g: QkvSizes, tile: _Tile[c], shared: Shared, count: Int32, half: Int32):
     """Starts copying filters, biases and tokens, and writes the zeros."""
     comptime FILTER = KERNEL * KERNEL * 2 * c
     var t = Int32(thread_idx.x)
@@ -200,9 +201,10 @@ def _over_lanes[lanes: Int](values: Array[Float32, 2]) -> Array[Float32, 2]:
 @always_inline
 def _normalize[
     dtype: DType, c: Int, lanes: Int
-](o: QkvOperands[dtype], g: QkvSizes, tile: _Tile[c], shared: Shared):
+](o: QkvOperands[dtype, _], g: QkvSizes, tile: _Tile[c], shared: Shared):
     """Fills the tile, and stores the class token in all outputs if the tile is an image's first."""
     comptime QUADS = c // (QUAD * lanes)
+    comptime ALIGNMENT = QUAD * size_of[o.out]()
     var first = Int32(thread_idx.x) % Int32(lanes) * Int32(QUAD)
     var weights = Array[SIMD[F32, QUAD], QUADS](fill=0)
     var biases = Array[SIMD[F32, QUAD], QUADS](fill=0)
@@ -272,9 +274,10 @@ def _normalize[
                 var query = image * Int((g.h * g.w + 1) * Int32(c)) + Int(first)
                 var key = image * Int((g.p * g.q + 1) * Int32(c)) + Int(first)
                 comptime for v in range(QUADS):
-                    o.q.unsafe_store[alignment=8](query + v * lanes * QUAD, rounded[v])
-                    o.k.unsafe_store[alignment=8](key + v * lanes * QUAD, rounded[v])
-                    o.v.unsafe_store[alignment=8](key + v * lanes * QUAD, rounded[v])
+                    comptime at = v * lanes * QUAD
+                    o.q.unsafe_store[alignment=ALIGNMENT](query + at, o.stored[0](rounded[v]))
+                    o.k.unsafe_store[alignment=ALIGNMENT](key + at, o.stored[1](rounded[v]))
+                    o.v.unsafe_store[alignment=ALIGNMENT](key + at, o.stored[2](rounded[v]))
         slot += slots * Int32(TOGETHER)
 
 
@@ -327,13 +330,13 @@ struct _Channels[dtype: DType, c: Int](TrivialRegisterPassable):
 
     @always_inline
     def store[
-        part: Int, token: Int
-    ](self, to: Data[Self.dtype], even: SIMD[F32, 4], odd: SIMD[F32, 4]):
-        """Rounds and stores the sums of the first or second 8 tokens of a product."""
+        out: DType, //, i: Int, part: Int, token: Int
+    ](self, o: QkvOperands[Self.dtype, out], to: Data[out], even: SIMD[F32, 4], odd: SIMD[F32, 4],):
+        """Rounds and stores the sums of the first or second 8 tokens of a product of output i."""
         var n = SIMD[F32, QUAD](
             even[2 * part], even[2 * part + 1], odd[2 * part], odd[2 * part + 1]
         )
-        to.unsafe_store[alignment=8](token * Self.c, n.cast[Self.dtype]())
+        to.unsafe_store[alignment=QUAD * size_of[out]()](token * Self.c, o.stored[i](n))
 
 
 struct _Sources[c: Int](TrivialRegisterPassable):
@@ -409,7 +412,7 @@ def _products[
 def _queries[
     dtype: DType, c: Int
 ](
-    o: QkvOperands[dtype],
+    o: QkvOperands[dtype, _],
     g: QkvSizes,
     tile: _Tile[c],
     shared: Shared,
@@ -463,9 +466,9 @@ def _queries[
                 KERNEL - 1
             )
             if whole and left_in:
-                channels.store[0, 0](to, sums[done], sums[done + 1])
+                channels.store[0, 0, 0](o, to, sums[done], sums[done + 1])
             if whole and right_in:
-                channels.store[1, 8](to, sums[done], sums[done + 1])
+                channels.store[0, 1, 8](o, to, sums[done], sums[done + 1])
             y += 1
             to = to.unsafe_offset(down)
         step += Int32(KERNEL)
@@ -475,7 +478,7 @@ def _queries[
 def _keys[
     dtype: DType, c: Int
 ](
-    o: QkvOperands[dtype],
+    o: QkvOperands[dtype, _],
     g: QkvSizes,
     tile: _Tile[c],
     shared: Shared,
@@ -520,7 +523,8 @@ def _keys[
         comptime for part in range(2):
             if row + Int32(2 * pair) < end[0] and column + Int32(4 * part) < end[1]:
                 comptime for f in range(2):
-                    channels.store[part, 4 * part](
+                    channels.store[1 + f, part, 4 * part](
+                        o,
                         (o.k if f == 0 else o.v).unsafe_offset(to),
                         sums[pair][2 * f],
                         sums[pair][2 * f + 1],
@@ -536,17 +540,20 @@ def _windows(begin: Int32, stride: Int32) -> Int32:
     return Int32(UInt32(begin + stride - 1) // UInt32(stride))
 
 
-@__name(t"depthwise_qkv_hopper_{c}_{dtype}")
+@__name(t"depthwise_qkv_hopper_{c}_{dtypes[dtype, out]()}")
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
     `nvvm.minctasm`=SIMDLength(RESIDENT),
 )
-def qkv_hopper_kernel[dtype: DType, c: Int](o: QkvOperands[dtype], g: QkvSizes):
+def qkv_hopper_kernel[
+    dtype: DType, c: Int, out: DType = dtype
+](o: QkvOperands[dtype, out], g: QkvSizes):
     """Computes some channels of a tile; block_idx.z counts images, the others the tiles of one.
 
     Parameters:
         dtype: Of tokens and filters.
         c: Channels.
+        out: Of query, key and value.
 
     Args:
         o: Tensors.
@@ -629,7 +636,7 @@ def _tiles(g: QkvSizes) -> Int:
 
 def enqueue_tiles[
     dtype: DType, c: Int
-](o: QkvOperands[dtype], g: QkvSizes, threads: Int, ctx: DeviceContext) raises:
+](o: QkvOperands[dtype, _], g: QkvSizes, threads: Int, ctx: DeviceContext) raises:
     """Enqueues the kernel with a tiling of the caller's.
 
     Parameters:
@@ -645,7 +652,7 @@ def enqueue_tiles[
     Raises:
         If the launch fails.
     """
-    launch[qkv_hopper_kernel[dtype, c]](
+    launch[qkv_hopper_kernel[dtype, c, o.out]](
         ctx,
         o,
         g,
@@ -662,7 +669,7 @@ def enqueue_tiles[
 
 def enqueue_hopper[
     dtype: DType
-](o: QkvOperands[dtype], sizes: QkvSizes, ctx: DeviceContext) raises -> Bool:
+](o: QkvOperands[dtype, _], sizes: QkvSizes, ctx: DeviceContext) raises -> Bool:
     """Enqueues the kernel if there is one of as many channels, and it is the faster one.
 
     Parameters:

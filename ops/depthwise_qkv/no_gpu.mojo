@@ -10,5 +10,5 @@ from .config import QkvOperands, QkvSizes
 @doc_hidden
 def depthwise_qkv_gpu[
     dtype: DType, kernel: Int
-](o: QkvOperands[dtype], g: QkvSizes, ctx: DeviceContext) raises:
+](o: QkvOperands[dtype, _], g: QkvSizes, ctx: DeviceContext) raises:
     comptime assert False, REASON

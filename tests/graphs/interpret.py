@@ -458,6 +458,7 @@ def _squeeze_excite(
 def _depthwise_qkv(
     x: Tensor, weight: Tensor, bias: Tensor, *filters: Any, size: tuple[int, int], kernel: int,
     padding_q: int, padding_kv: int, stride_kv: int, class_token: bool, eps: float = 1e-5,
+    dtype: str = "", **numbers: float,
 ) -> list[Tensor]:  # fmt: skip
     y, c = _layer_norm(x, weight, bias, eps=eps), x.shape[2]
     image = _first(y[:, int(class_token) :].unflatten(1, size))
@@ -466,6 +467,9 @@ def _depthwise_qkv(
         assert filters[2 * i].shape == (c, 1, kernel, kernel)
         out = F.conv2d(image, filters[2 * i], filters[2 * i + 1], stride, padding, groups=c)
         made.append(torch.cat([y[:, : int(class_token)], _last(out).flatten(1, 2)], 1))
+    if dtype in STORED:
+        of = [(numbers.get(f"{n}_scale", 1.0), numbers.get(f"{n}_low", 0.0)) for n in "qkv"]
+        return [_stored(out, *each, dtype) for out, each in zip(made, of, strict=True)]
     return made
 
 

@@ -15,7 +15,7 @@ from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType
 
-from maxvision.graphs import passes
+from maxvision.graphs import nodes, passes
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.cvt import CvtStage
@@ -394,6 +394,25 @@ def test_the_weights_of_a_norm_are_in_those_of_the_layer_behind(dtype: str) -> N
     np.testing.assert_array_equal(found[sums], rows.sum(1).float())
     shift = exact["fc1.weight"] @ exact["norm.bias"] + exact["fc1.bias"]
     np.testing.assert_allclose(found[bias], shift.float(), 1e-6, 1e-6)
+
+
+def projected(net: Net, x: Value) -> None:
+    """A depthwise_qkv that stores 8 bits."""
+    given = [x, net.weight("w", 8), net.weight("b", 8)]
+    for part in "qkv":
+        given += [net.weight(f"{part}.weight", 8, 1, 3, 3), net.weight(f"{part}.bias", 8)]
+    of = {"q_scale": 0.5, "q_low": -3.0, "v_scale": 0.25}
+    window = {"size": (3, 4), "kernel": 3, "padding_q": 1, "padding_kv": 1, "stride_kv": 2}
+    q, *_ = net.several("depthwise_qkv", given, class_token=True, dtype="uint8", **window, **of)
+    net.output("q", q)
+
+
+def test_projections_in_8_bits_get_their_scales_and_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, given = nodes._host, []
+    monkeypatch.setattr(nodes, "_host", lambda x, dtype: given.append([*x]) or host(x, dtype))
+    ((name, line),) = on_hopper(projected, 13, 8, dtype="bfloat16")
+    assert name == "depthwise_qkv" and len(re.findall(r"<\[batch, \d+, 8\], ui8", line)) == 3
+    assert given[0] == [1e-5, 0.5, 3.0, 1.0, 0.0, 0.25, 0.0]
 
 
 def depthwise_of_values(net: Net, x: Value) -> None:

@@ -936,6 +936,32 @@ def test_a_sum_in_a_convolution_is_that_of_a_launch_of_its_own() -> None:
     assert len(np.unique(levels)) > 50 and np.array_equal(found["inside"], found["apart"])
 
 
+@pytest.mark.parametrize("token", [False, True])
+@pytest.mark.parametrize("kind", [Grid, Float8])
+def test_projections_stored_in_8_bits_stand_for_what_they_would_be_rounded_to(
+    kind: type[Grid] | type[Float8], token: bool
+) -> None:
+    grids = {n: kind.of(-1.5, 1 + i) for i, n in enumerate("qkv")}
+    net = Net("projections")
+    given = [net.input("x", (BATCH, 12 + token, 8)), net.weight("w", 8), net.weight("b", 8)]
+    for n in grids:
+        given += [net.weight(f"{n}.w", 8, 1, 3, 3), net.weight(f"{n}.b", 8)]
+    window = {"size": (3, 4), "kernel": 3, "padding_q": 1, "padding_kv": 1, "stride_kv": 2}
+    parts = {n: {f"{n}_scale": of.scale, f"{n}_low": float(of.low)} for n, of in grids.items()}
+    numbers = {name: number for each in parts.values() for name, number in each.items()}
+    plain = net.several("depthwise_qkv", given, class_token=token, **window)
+    stored = net.several(
+        "depthwise_qkv", given, class_token=token, dtype=grids["q"].stored, **window, **numbers
+    )
+    for n, y, levels in zip(grids, plain, stored, strict=True):
+        net.output(n, net.op("fake_quantize", [y], **grids[n].attributes))
+        net.output(f"{n} in 8 bits", levels)
+    program = net.program()
+    found = interpret(program, inputs(program), weights(program))
+    for n, of in grids.items():
+        np.testing.assert_array_equal((found[f"{n} in 8 bits"] + of.low) * of.scale, found[n])
+
+
 def test_what_is_no_byte_is_refused() -> None:
     with pytest.raises(
         ArgumentError, match="quantized_linear: expects x in uint8 or float8_e4m3fn but"

@@ -340,6 +340,10 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
         "depthwise_qkv", (Type((BATCH, 4, 8)), Type((8,)), Type((8,))),
         {"size": (2, 2), "kernel": 3, "class_token": True},
     ),
+    "depthwise_qkv: stores x's dtype, uint8 or float8_e4m3fn, not int8": (
+        "depthwise_qkv", (Type((BATCH, 4, 8)), Type((8,)), Type((8,))),
+        {"size": (2, 2), "kernel": 3, "dtype": "int8"},
+    ),
     "expects the 2 values of 'x0 x1 add'": ("pointwise", (X,), {"expression": "x0 x1 add"}),
     "add of 'x0 add' expects 2 values": ("pointwise", (X,), {"expression": "x0 add"}),
     "has 'swish', which is no op": ("pointwise", (X,), {"expression": "x0 swish"}),
@@ -466,6 +470,16 @@ def test_attention_of_16_bits_can_give_8(kind: str, dtype: str) -> None:
     settings = {"heads": 2, "scale": 1.0, "dtype": dtype, "result_scale": 0.1, "result_low": low}
     assert one("attention", q, k, k, **settings) == q._replace(dtype=dtype)
     assert one("attention", q, k, k, bias, causal=True, **settings) == q._replace(dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["", "uint8", FLOAT8])
+def test_projections_are_stored_as_what_is_asked_for(dtype: str) -> None:
+    x, vector, filter = Type((BATCH, 13, 8), "bfloat16"), Type((8,)), Type((8, 1, 3, 3))
+    given = (x, vector, vector, *(filter, vector) * 3)
+    settings = {"size": (3, 4), "kernel": 3, "class_token": True, "q_scale": 0.5, "v_low": -3.0}
+    q, *others = infer("depthwise_qkv", given, {**settings, "dtype": dtype})
+    assert q == Type((BATCH, 13, 8), dtype or "bfloat16")
+    assert others == [Type((BATCH, 5, 8), dtype or "bfloat16")] * 2
 
 
 def test_moments_are_float32_and_those_of_groups_of_columns() -> None:

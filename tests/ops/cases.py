@@ -541,6 +541,13 @@ def widening(of: Grid | Float8) -> str:
     return f"x0 {float(of.low)!r} add {of.scale!r} mul"
 
 
+PROJECTED = {
+    "of bytes": (Grid(2.0**-5, -120), Grid(2.0**-4, -131), Grid(2.0**-6, -99)),
+    "of e4m3": (Float8(0.005), Float8(0.0025), Float8(0.007)),
+}
+"""To what a depthwise_qkv rounds query, key and value; many of each are beyond the largest."""
+
+
 def stepped(y: torch.Tensor, to: Grid | Float8) -> torch.Tensor:
     """Rounds to 8 bits, and gives what they stand for."""
     if isinstance(to, Float8):
@@ -1824,8 +1831,12 @@ def project(
     padding_kv: int = 1,
     stride_kv: int = 2,
     token: bool = False,
+    to: Sequence[Grid | Float8] = (),
 ) -> Case:
-    """Makes a case of depthwise_qkv; its three outputs one after the other."""
+    """Makes a case of depthwise_qkv; its three outputs one after the other.
+
+    Each is rounded ``to`` 8 bits, if it is told, and widened again.
+    """
     parts = ("q", "k", "v")
     weights: dict[str, Shape] = {"norm.weight": (c,), "norm.bias": (c,)}
     for part in parts:
@@ -1845,18 +1856,38 @@ def project(
             found.append(net.concat([*first, z], axis=1) if token else z)
         return found
 
+    def write_bytes(net: Net, x: Value) -> list[Value]:
+        given, numbers = [net.weight("norm.weight", c), net.weight("norm.bias", c)], {}
+        for part, of in zip(parts, to, strict=True):
+            given += [net.weight(f"{part}.weight", c, 1, kernel, kernel)]
+            given += [net.weight(f"{part}.bias", c)]
+            numbers |= {f"{part}_scale": of.scale, f"{part}_low": float(of.low)}
+        found = net.several(
+            "depthwise_qkv", [x, *given], size=size, kernel=kernel, padding_q=padding_q,
+            padding_kv=padding_kv, stride_kv=stride_kv, class_token=token, dtype=to[0].stored,
+            **numbers,
+        )  # fmt: skip
+        return [
+            net.op("pointwise", [y], expression=widening(of), dtype=x.type.dtype)
+            for y, of in zip(found, to, strict=True)
+        ]
+
     def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         y = F.layer_norm(x, (c,), w["norm.weight"].to(x), w["norm.bias"].to(x))
         image = y[:, int(token) :].unflatten(1, size).permute(0, 3, 1, 2)
-        rows = []
+        found = []
         for part in parts:
             stride, padding = (1, padding_q) if part == "q" else (stride_kv, padding_kv)
             filter, bias = w[f"{part}.weight"].permute(3, 2, 0, 1), w[f"{part}.bias"].to(x)
             z = F.conv2d(image, filter, bias, stride=stride, padding=padding, groups=c)
-            rows += [y[:, : int(token)], z.flatten(2).permute(0, 2, 1)]
-        return torch.cat(rows, dim=1)
+            found.append(torch.cat([y[:, : int(token)], z.flatten(2).permute(0, 2, 1)], dim=1))
+        return torch.cat(
+            [stepped(y, of) for y, of in zip(found, to, strict=True)] if to else found, 1
+        )
 
-    return Case(name, [(size[0] * size[1] + token, c)], weights, rewritten(write, 1), reference)
+    build = rewritten(write_bytes if to else write, 1)
+    inputs, finite = [(size[0] * size[1] + token, c)], any(isinstance(of, Grid) for of in to)
+    return Case(name, inputs, weights, build, reference, finite=finite)
 
 
 CASES = [
@@ -2468,6 +2499,15 @@ ON_HOPPER = [
            result=Float8(2.0**-9)),
     attend("attention to e4m3, few with a bias", 67, 151, 2, 48, bias=(1, 2, 67),
            result=Float8(2.0**-9)),
+    # A map of 3 rows, so that 256 tiles of 64 channels are small: hopper.mojo takes them.
+    *(
+        project(f"depthwise_qkv {name} {kind}", size, c, token=token, to=to)
+        for kind, to in PROJECTED.items()
+        for name, size, c, token in (
+            ("64", (14, 14), 64, False), ("64 many tiles", (3, 7150), 64, True),
+            ("384", (14, 14), 384, True), ("384 many tiles", (57, 115), 384, False),
+        )
+    ),
     stem_of_bytes("stem_maxpool", (37, 90), 64),
     stem_of_bytes("stem_conv2d", (30, 21), 40),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",

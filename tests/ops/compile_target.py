@@ -133,6 +133,7 @@ BFLOAT16 = {
     "quantized_conv2d_chain of e4m3", "quantized_conv2d_shortcut_chain", "stem_maxpool bytes",
     "normed_linear gelu", "layernorm_mlp", "quantized_linear gelu of e4m3",
     "quantized_qkv_linear of e4m3", "attention to uint8", "attention to e4m3 with a bias",
+    "depthwise_qkv 64 of e4m3", "depthwise_qkv 64 of bytes",
 }  # fmt: skip
 # Other branches of ops that are in another case, too, and products, whose many tiles take most of
 # the time: by day tests/ptx compiles these kernels and runs them, and tests/test_third_family.py
@@ -149,6 +150,8 @@ NIGHTLY = {
     "quantized_qkv_linear of e4m3",
     "attention to uint8",
     "attention to e4m3 with a bias",
+    "depthwise_qkv 64 of e4m3",
+    "depthwise_qkv 64 of bytes",
     "conv2d 3x3",
     "conv2d epilogue add_relu",
     "conv2d_chain",

@@ -25,7 +25,8 @@ from ops.conv2d_weight_grad.parts import add_parts
 from ops.conv2d_weight_grad.tensors import WeightGrad
 from ops.depthwise_input_grad import depthwise_input_grad_gpu
 from ops.depthwise_qkv.config import QkvOperands, QkvSizes
-from ops.depthwise_qkv.gpu import depthwise_qkv_gpu
+from ops.depthwise_qkv.gpu import depthwise_qkv_gpu, qkv_kernel
+from ops.depthwise_qkv.hopper import enqueue_tiles
 from ops.epilogue import Epilogue
 from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gpu import gemm_portable
@@ -312,6 +313,29 @@ def depthwise(
     depthwise_input_grad_gpu(o32.y, o32.x, o32.w, g, ctx)
 
 
+def projections[
+    out: DType
+](o: QkvOperands[BF16], scales: Data[F32], g: QkvSizes, n: Int, ctx: DeviceContext) raises:
+    var stored = QkvOperands[BF16, out](
+        x=o.x,
+        norm=(o.weight, o.norm_bias),
+        filters=(o.q_filter, o.k_filter, o.v_filter),
+        biases=(o.q_bias, o.k_bias, o.v_bias),
+        outputs=(
+            o.q.unsafe_bitcast[Scalar[out]](),
+            o.k.unsafe_bitcast[Scalar[out]](),
+            o.v.unsafe_bitcast[Scalar[out]](),
+        ),
+        scales=scales,
+    )
+    enqueue_tiles[BF16, 64](stored, g, n, ctx)
+    enqueue_tiles[BF16, 384](stored, g, n, ctx)
+    comptime few64 = qkv_kernel[BF16, 3, 8, 1, True, out]
+    comptime few384 = qkv_kernel[BF16, 3, 16, 3, True, out]
+    ctx.enqueue_function[few64](stored, g, grid_dim=n, block_dim=384)
+    ctx.enqueue_function[few384](stored, g, grid_dim=n, block_dim=384)
+
+
 def gradients(
     g: Geometry, half: Data[BF16], half2: Data[F16], full: Data[F32], n: Int, ctx: DeviceContext
 ) raises:
@@ -496,6 +520,8 @@ def main() raises:
     )
     comptime for kernel in [1, 3, 5]:
         depthwise_qkv_gpu[BF16, kernel](qkv, QkvSizes(n, n, integers, 1e-5), ctx)
+    projections[DType.uint8](qkv, full, QkvSizes(n, n, integers, 1e-5), n, ctx)
+    projections[DType.float8_e4m3fn](qkv, full, QkvSizes(n, n, integers, 1e-5), n, ctx)
 
     var sizes = NormSizes(rows=n, columns=n, stride=n, eps=1e-5)
     layernorm_gpu(NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx)

@@ -242,9 +242,18 @@ class Qkv:
         return 256 + 67 * self.c + tokens * (2 * self.c + 16) + (high + 1) // 2 * 16
 
 
-def depthwise_qkv(kernel: Kernel, g: Qkv, inputs: Sequence[Array]) -> list[Array]:
-    """Runs ops/depthwise_qkv: x, norm's weight and bias, three filters, three biases."""
-    dtype, memory = "bfloat16", Tensors()
+def depthwise_qkv(
+    kernel: Kernel,
+    g: Qkv,
+    inputs: Sequence[Array],
+    dtype: str = "bfloat16",
+    steps: Sequence[float] = (),
+) -> list[Array]:
+    """Runs ops/depthwise_qkv: x, norm's weight and bias, three filters, three biases.
+
+    Of results in 8 bits ``steps`` are the factor and the zero of each.
+    """
+    memory = Tensors()
     p, q = g.keys
     counts = (g.h * g.w + g.first, p * q + g.first, p * q + g.first)
     outputs = [unwritten((g.images, count, g.c), dtype) for count in counts]
@@ -256,7 +265,10 @@ def depthwise_qkv(kernel: Kernel, g: Qkv, inputs: Sequence[Array]) -> list[Array
     sizes = (g.images, g.first, g.h, g.w, g.c, g.kernel, g.pad_q, g.pad_kv, g.stride, p, q)
     launch = Launch(
         kernel,
-        [pack("12Q", *at), pack("14if", *sizes, rows, columns, g.parts, 1e-5)],
+        [
+            pack(f"12Q{len(steps)}f", *at, *steps),
+            pack("14if", *sizes, rows, columns, g.parts, 1e-5),
+        ],
         memory,
         grid=(tiles[0] * g.parts, tiles[1], g.images)
         if g.parts

@@ -101,6 +101,7 @@ from .semantics import to_tf32
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BF16 = "bfloat16"
+E4M3 = "float8_e4m3fn"
 SUMS = 2**-18
 """What float32 sums of some hundred products may be off by."""
 GELU = 2**-14
@@ -316,26 +317,80 @@ def test_scatter_add(find: Find, rng: np.random.Generator, each: bool) -> None:
     ids=str,
 )
 def test_depthwise_qkv(find: Find, rng: np.random.Generator, g: Qkv) -> None:
-    taps = g.kernel**2
-    x = rounded(rng.standard_normal((g.images, g.h * g.w + g.first, g.c)) * 0.7 + 1, BF16)
-    weight, norm_bias = rng.standard_normal((2, g.c)).astype(np.float32)
-    filters = [rounded(rng.standard_normal((taps, g.c)) * 0.5, BF16) for _ in range(3)]
-    biases = list(rng.standard_normal((3, g.c)).astype(np.float32))
+    inputs, wanted = projections(rng, g)
     lanes, vectors = g.lanes
     names = [f"depthwise_qkv_{few}{g.kernel}_{lanes}x{vectors}_bfloat16" for few in ("", "few_")]
     if g.parts:
         names = [f"depthwise_qkv_hopper_{g.c}_bfloat16"]
-    got, *others = (
-        depthwise_qkv(find(name), g, [x, weight, norm_bias, *filters, *biases]) for name in names
-    )
+    got, *others = (depthwise_qkv(find(name), g, inputs) for name in names)
     for few in others:
         for y, same in zip(got, few, strict=True):
             np.testing.assert_array_equal(y, same)
+    for y, want in zip(got, wanted, strict=True):
+        # A normalised token may be rounded the other way: half an ulp of one of the terms.
+        check(y, want, BF16, 2**-9)
 
+
+@pytest.mark.parametrize("dtype", ["uint8", E4M3])
+@pytest.mark.parametrize(
+    "g",
+    [
+        Qkv(5, 6, 64, (2, 4)),
+        Qkv(4, 5, 64, (4, 5), first=1, images=2),
+        Qkv(4, 3, 384, (2, 3), first=1),
+        Qkv(9, 13, 64, (4, 4), stride=1, parts=2),
+        Qkv(5, 6, 64, (3, 6), first=1, images=2, parts=1, threads=256),
+        Qkv(3, 5, 384, (3, 4), parts=1),
+        Qkv(5, 3, 384, (3, 3), first=1, parts=2, threads=128),
+    ],
+    ids=str,
+)
+def test_depthwise_qkv_in_8_bits(find: Find, rng: np.random.Generator, g: Qkv, dtype: str) -> None:
+    """Numbers of either sign saturate; those of a token that is NaN are NaN, or 0 as integers."""
+    inputs, wanted = projections(rng, g, poisoned=True)
+    kernel = f"hopper_{g.c}" if g.parts else "few_3_{}x{}".format(*g.lanes)
+    scales, zeros = (0.006, 0.005, 0.004), (0, 0, 0)
+    if dtype == "uint8":
+        scales, zeros = (0.04, 0.03, 0.05), (99, 131, 120)
+    steps = [float(n) for pair in zip(scales, zeros, strict=True) for n in (1 / pair[0], pair[1])]
+    name, seen = f"depthwise_qkv_{kernel}_{BF16}_to_{dtype}", set[float]()
+    for y, want, scale, zero in zip(
+        depthwise_qkv(find(name), g, inputs, dtype, steps), wanted, scales, zeros, strict=True
+    ):
+        values, odd = wide(y, dtype), np.isnan(want)
+        assert odd.any() and not odd.all()
+        np.testing.assert_array_equal(values[odd], 0.0 if dtype == "uint8" else np.nan)
+        want, values = want[~odd], values[~odd]
+        slack = 2**-9 * np.abs(want).max()  # as above
+        least, nearest, most = (
+            wide(rounded(np.rint(n / scale) + zero if zero else n / scale, dtype), dtype)
+            for n in (want - slack, want, want + slack)
+        )
+        assert ((least <= values) & (values <= most)).all()
+        assert (values == nearest).mean() > 0.95
+        seen |= {*values}
+    assert seen > ({0, 255} if dtype == "uint8" else {-448, 448})
+
+
+def projections(
+    rng: np.random.Generator, g: Qkv, poisoned: bool = False
+) -> tuple[list[Array], list[Array]]:
+    """Draws the inputs of a depthwise_qkv; gives them and its outputs in float64.
+
+    A poisoned one has NaN in the last token of the first image.
+    """
+    taps = g.kernel**2
+    x = rounded(rng.standard_normal((g.images, g.h * g.w + g.first, g.c)) * 0.7 + 1, BF16)
+    if poisoned:
+        x[0, -1, 3] = rounded(np.array(np.nan, np.float32), BF16)
+    weight, norm_bias = rng.standard_normal((2, g.c)).astype(np.float32)
+    filters = [rounded(rng.standard_normal((taps, g.c)) * 0.5, BF16) for _ in range(3)]
+    biases = list(rng.standard_normal((3, g.c)).astype(np.float32))
+    inputs, wanted = [x, weight, norm_bias, *filters, *biases], []
     tokens = wide(rounded(normalised(wide(x, BF16), weight, norm_bias), BF16), BF16)
     image = tokens[:, g.first :].reshape(g.images, g.h, g.w, g.c)
     pads, strides = (g.pad_q, g.pad_kv, g.pad_kv), (1, g.stride, g.stride)
-    for y, f, bias, pad, stride in zip(got, filters, biases, pads, strides, strict=True):
+    for f, bias, pad, stride in zip(filters, biases, pads, strides, strict=True):
         p, q = ((n + 2 * pad - g.kernel) // stride + 1 for n in (g.h, g.w))
         padded = np.pad(image, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
         want = np.zeros((g.images, p, q, g.c)) + bias
@@ -344,9 +399,9 @@ def test_depthwise_qkv(find: Find, rng: np.random.Generator, g: Qkv) -> None:
             rows = slice(r, r + stride * (p - 1) + 1, stride)
             columns = slice(s, s + stride * (q - 1) + 1, stride)
             want += padded[:, rows, columns] * wide(f, BF16)[tap]
-        want = np.concatenate([tokens[:, : g.first], want.reshape(g.images, -1, g.c)], 1)
-        # A normalised token may be rounded the other way: half an ulp of one of the terms.
-        check(y, want, BF16, 2**-9)
+        rows = want.reshape(g.images, -1, g.c)
+        wanted.append(np.concatenate([tokens[:, : g.first], rows], 1))
+    return inputs, wanted
 
 
 def silu(y: Array) -> Array:
@@ -643,7 +698,6 @@ def run_tokens(
     check(got, y, dtype, SUMS)
 
 
-E4M3 = "float8_e4m3fn"
 EIGHT_BITS = [
     (E4M3, E4M3, BF16),
     (E4M3, E4M3, E4M3),
