@@ -28,7 +28,7 @@ from maxvision.graphs.elementwise import (
     most_members,
     values_of,
 )
-from maxvision.graphs.types import EIGHT_BITS, FLOAT8, FLOATS, Size, Type, product, split
+from maxvision.graphs.types import EIGHT_BITS, FLOAT8, FLOATS, HALVES, Size, Type, product, split
 
 MOST_AXES = 6
 """Axes of what an expression gives and a permute takes (ops/pointwise.mojo, ops/permute.mojo)."""
@@ -1081,7 +1081,7 @@ def attention(
 def attends_to_bytes(q: Type, heads: int) -> bool:
     """Tells whether Hopper has a kernel of ``attention`` that stores its result in 8 bits."""
     depth = _known("attention", q.shape[2], "C of q[N, T, C]") // heads
-    return q.dtype in ("bfloat16", "float16") and depth % 4 == 0 and depth <= MOST_BYTE_DEPTH
+    return q.dtype in HALVES and depth % 4 == 0 and depth <= MOST_BYTE_DEPTH
 
 
 def _stored(name: str, dtype: str, scale: float, low: float) -> None:
@@ -1580,7 +1580,7 @@ def scale_filter(filter: Type, scale: Type) -> Type:
 
 def norm_filter(filter: Type, weight: Type, *, to: str) -> Type:
     """Types linear weights [F, C] times a norm's weight [C], rounded ``to`` 16 bits."""
-    if to not in ("bfloat16", "float16"):
+    if to not in HALVES:
         raise ArgumentError(f"norm_filter: rounds to bfloat16 or float16, not {to!r}")
     _vectors("norm_filter", filter.shape[1], weight=weight)
     return Type(filter.shape, "float32")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 FLOAT8 = "float8_e4m3fn"
 """Floats of a sign, 4 bits of exponent and 3 of mantissa, without infinity (arXiv:2209.05433)."""
+HALVES = frozenset(("bfloat16", "float16"))
+"""The floats of 16 bits."""
 FLOATS = frozenset(("float32", "bfloat16", "float16"))
 """The floats that a GPU computes."""
 EIGHT_BITS = ("uint8", FLOAT8)

@@ -23,6 +23,7 @@ from maxvision.graphs.passes.fuse import activation, is_activation
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.quantize import GROUP, STEPS, STORED, Float8, Grid, Rounding, rounding_of
 from maxvision.graphs.shapes import sides
+from maxvision.graphs.types import HALVES
 
 PRODUCTS = {"conv2d": "quantized_conv2d", "linear": "quantized_linear"}
 """The op in 8 bits of each product."""
@@ -540,7 +541,7 @@ def rounded(program: Program, on: Backend) -> Program:
             inputs, made = _scaled_norm(program, node, taken)
         elif node.op == "attention" and heads.stores_bytes(program, node, on):
             attributes |= _named("result", first)
-        elif node.op == "depthwise_qkv" and False:
+        elif node.op == "depthwise_qkv" and program.types[inputs[0]].dtype in HALVES:
             for part, grid in zip("qkv", grids, strict=True):
                 assert grid
                 attributes |= _named(part, grid)

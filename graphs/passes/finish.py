@@ -15,7 +15,7 @@ from maxvision.graphs.elementwise import BETWEEN, MOST_ENDS, MOST_RESULTS, REDUC
 from maxvision.graphs.passes.elementwise import is_cast, is_expression, text
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.shapes import around, broadcast, lies
-from maxvision.graphs.types import Size, product
+from maxvision.graphs.types import FLOATS, Size, product
 
 MOST_WORDS = 64
 """Words of an expression that takes in others."""
@@ -60,7 +60,7 @@ class _Ending:
         given = [self.program.types[value] for value in self.node.inputs]
         floats = {each.dtype for each in given} - {"bool"}
         return (
-            floats <= {"float32", "bfloat16", "float16"}
+            floats <= FLOATS
             and len(floats - {"float32"}) < 2
             and len(floats) > 0
             and lies(given, self.axes) is not None
@@ -127,7 +127,7 @@ class _Ending:
             and node.dtype == self.node.dtype
             and all(self.is_vector(value) for value in (*node.inputs, node.output))
             and all(self.is_there(self.root(value)) for value in node.inputs)
-            and types[node.output].dtype in ("float32", "bfloat16", "float16")
+            and types[node.output].dtype in FLOATS
             and len(self.inlined(node)) <= MOST_WORDS
         )
 

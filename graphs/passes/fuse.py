@@ -24,7 +24,7 @@ from maxvision.graphs.passes.norms import EPS, is_mlp
 from maxvision.graphs.program import Attribute, Node, Program, Rewrite, free
 from maxvision.graphs.quantize import STORED, Grid
 from maxvision.graphs.shapes import pair, sides
-from maxvision.graphs.types import product
+from maxvision.graphs.types import HALVES, product
 
 PRODUCTS = ("conv2d", "linear", "token_linear", "matmul")
 """The ops that have an epilogue; their residual is the fourth input."""
@@ -205,7 +205,7 @@ def squeeze_excite(program: Program, on: Backend) -> Program:
     With what follows: + residual, and an op of one value. On a CPU, and on Hopper in 16 bits
     (ops/squeeze_excite).
     """
-    if on.is_gpu and not (on.is_hopper and on.dtype in ("bfloat16", "float16")):
+    if on.is_gpu and not (on.is_hopper and on.dtype in HALVES):
         return program
     rewrite = Rewrite(program)
     for node in program.nodes:
@@ -311,7 +311,7 @@ def stem(program: Program, on: Backend) -> Program:
 
     Without these, with the convolution's activation. On an NVIDIA GPU, in 16 bits (ops/stem).
     """
-    if on.api != "cuda" or on.dtype not in ("bfloat16", "float16"):
+    if on.api != "cuda" or on.dtype not in HALVES:
         return program
     rewrite = Rewrite(program)
     for conv in program.nodes:

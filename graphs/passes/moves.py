@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import cache
 
 from maxvision.graphs.program import Node, Program, free, rebuilt
+from maxvision.graphs.types import HALVES
 
 MOVES = frozenset(("reshape", "permute", "slice", "concat", "expand", "roll"))
 """Ops that give numbers of what they read, and no others."""
-NARROW = frozenset(("bfloat16", "float16"))
 
 Gives = Callable[[Node, str], bool]
 """Tells whether a node that gives float32 can give another dtype instead."""
@@ -44,7 +44,7 @@ def _widened(program: Program) -> dict[str, str]:
         if node.op == "cast"
         and not node.at_load
         and types[node.output].dtype == "float32"
-        and types[node.inputs[0]].dtype in NARROW
+        and types[node.inputs[0]].dtype in HALVES
         and node.inputs[0] not in program.constants
     }
 
@@ -87,7 +87,7 @@ class _Narrowing:
         if node.op != "cast" or node.at_load or node.inputs[0] in self.program.constants:
             return False
         kinds = [self.program.types[value].dtype for value in (node.inputs[0], node.output)]
-        return kinds[0] == "float32" and kinds[1] in NARROW
+        return kinds[0] == "float32" and kinds[1] in HALVES
 
     def before(self, value: str, dtype: str) -> str:
         """Names what a value was before it was cast to float32, if that has this dtype."""

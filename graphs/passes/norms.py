@@ -8,6 +8,7 @@ from maxvision.graphs.arrange import MLPS
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.program import Node, Program, Rewrite, free
 from maxvision.graphs.shapes import MOMENTS
+from maxvision.graphs.types import HALVES
 
 EPS = 1e-5
 """What a layer norm adds to the variance unless it says otherwise."""
@@ -23,7 +24,7 @@ def norms(program: Program, on: Backend) -> Program:
     Weight and bias of the norm go into theirs. Where tokens come from elsewhere, an op measures
     them if an MLP follows that ``mlp`` makes one op of.
     """
-    if not on.is_hopper or on.dtype not in ("bfloat16", "float16"):
+    if not on.is_hopper or on.dtype not in HALVES:
         return program
     rewrite, taken = Rewrite(program), set(program.types)
     for norm in program.nodes:

@@ -3,7 +3,7 @@
 from std.utils.static_tuple import StaticTuple
 
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Affine, Data, narrowed, widened
+from ..operands import F32, Affine, Data, stored, widened
 
 
 struct QkvOperands[dtype: DType, out: DType = dtype](KernelArgument, TrivialRegisterPassable):
@@ -98,10 +98,7 @@ struct QkvOperands[dtype: DType, out: DType = dtype](KernelArgument, TrivialRegi
         comptime if Self.out == Self.dtype:
             return y.cast[Self.out]()
         else:
-            var n = widened(y) * self.steps[i].scale
-            comptime if Self.out.is_integral():
-                n = n.__round__() + self.steps[i].zero
-            return narrowed[Self.out](n)
+            return stored[Self.out](widened(y) * self.steps[i].scale, self.steps[i].zero)
 
     def from_image(self, n: Int, g: QkvSizes) -> Self:
         """Moves on to an image.
