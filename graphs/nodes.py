@@ -765,9 +765,9 @@ def quantized_qkv_linear(
     """
     given: list[Type | None] = [*map(_type, tokens)]
     values = list(tokens)
-    for weight, product in zip(weights, products, strict=True):
+    for weight, scales in zip(weights, products, strict=True):
         given += [_matrix(weight), None]
-        values += [weight.dense, product, weight.bias]
+        values += [weight.dense, scales, weight.bias]
     outs = shapes.quantized_qkv_linear(*given, q_scale=1.0, k_scale=1.0, v_scale=1.0, dtype=dtype)
     q, k, v = _custom("quantized_qkv_linear", values, outs)
     return q, k, v

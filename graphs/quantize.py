@@ -94,7 +94,7 @@ class Grid(NamedTuple):
 
     @property
     def commuting(self) -> tuple[str, ...]:
-        """The activations of what is stored, rather than of what that stands for: zeros have none."""
+        """The activations that give the same of what is stored; none where that has a zero point."""
         return ()
 
     @property

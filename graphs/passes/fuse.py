@@ -583,7 +583,8 @@ def qkv(program: Program, on: Backend) -> Program:
             inputs += (*each.inputs, "")[1:3]
         op, attributes = "qkv_linear", dict[str, Attribute]()
         if linears[0].op == "quantized_linear":
-            op, inputs = f"quantized_{op}", [*inputs, *((*n.inputs, "", "", "")[4] for n in linears)]
+            op = f"quantized_{op}"
+            inputs += [(*each.inputs, "", "", "")[4] for each in linears]
             attributes["dtype"] = linears[0].attributes["dtype"]
             for part, each in zip(("q_", "k_", "v_"), linears, strict=True):
                 named = (name for name in Grid._fields if name in each.attributes)

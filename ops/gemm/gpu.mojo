@@ -499,12 +499,12 @@ def gemm_bytes_group[
             if row.config == i:
                 comptime if i < FIRST_RESIDENT:
                     hopper_gemms[dtype, epilogue, CONFIGS[i], products, out, right](
-                        sizes, operands, row.splits, ctx, scales=scales
+                        sizes, operands, row.splits, ctx, scales=scales.copy()
                     )
                 else:
                     comptime config = PINGPONG[i - FIRST_PINGPONG]
                     pingpong_gemms[dtype, epilogue, config, products, out, right](
-                        sizes, operands, ctx, scales=scales
+                        sizes, operands, ctx, scales=scales.copy()
                     )
 
 
