@@ -114,8 +114,6 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[r"pointwise_\w+"]]
     elif op == "concat":  # with an expression; without one it is no node that computes
         ways = [[r"concat_pointwise_\w+"]]
-    elif op == "class_token":
-        ways = [[r"class_token_\d+_\w+"]]
     return [[re.compile(symbol) for symbol in way] for way in ways]
 
 

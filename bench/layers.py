@@ -204,7 +204,7 @@ class Layer:
         read = []
         for i, each in enumerate(self.inputs):
             if each:
-                narrow = i in filters or self.op == "class_token"
+                narrow = i in filters or (self.op, i) == ("class_token", 1)
                 read.append(each.type._replace(dtype=dtype) if narrow else each.type)
         if self.op == "layernorm_first":  # which reads as much as it writes
             read[0] = self.outputs[0]

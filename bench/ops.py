@@ -482,8 +482,9 @@ def _normalize(layer: Layer, x: Tensors, w: Weights, _: bool) -> torch.Tensor:
     return ((x[0] - w[1]) * w[2]).to(TORCH[layer.outputs[0].dtype])
 
 
-def _token(_: Layer, x: Tensors, w: Weights, __: bool) -> torch.Tensor:
-    return torch.cat([w[1].expand(len(x[0]), 1, -1).to(x[0].dtype), x[0]], 1)
+def _token(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    y = _layernorm(layer, x, {1: w[2], 2: w[3]}, whole) if 2 in w else x[0]
+    return torch.cat([w[1].expand(len(y), 1, -1).to(y.dtype), y], 1)
 
 
 def _as_it_is(_: Layer, x: Tensors, __: Weights, ___: torch.dtype) -> Tensors:
@@ -531,5 +532,5 @@ OPERATORS = {
     "max_pool2d": Operator("max_pool2d", _pool),
     "avg_pool2d": Operator("avg_pool2d", _pool),
     "normalize": Operator("sub, mul", _normalize),
-    "class_token": Operator("cat", _token),
+    "class_token": Operator("cat, perhaps of a layer_norm", _token),
 }

@@ -652,6 +652,12 @@ def _gather_rows(given: _Given, *, eps: float = 1e-5, **order: Any) -> list[Tens
     return nodes.gather_rows(given.value(0), onto=given.optional(1), norm=norm, eps=eps, **order)
 
 
+def _class_token(given: _Given, *, eps: float = 1e-5) -> TensorValue:
+    tokens = given.value(0)
+    norm = (given.vector(2), given.vector(3)) if given.name(2) else None
+    return nodes.class_token(tokens, given.vector(1, tokens.dtype), norm, eps)
+
+
 def _concat(given: _Given, *, axis: int, expression: str = "x0") -> TensorValue:
     count = len(given.values) - values_of(expression) + 1
     vectors = [given.vector(i) for i in range(count, len(given.values))]
@@ -797,9 +803,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "row_moments": lambda given: nodes.row_moments(given.value(0)),
     "depthwise_qkv": _depthwise,
     "squeeze_excite": _squeeze_excite,
-    "class_token": lambda given: nodes.class_token(
-        given.value(0), given.vector(1, given.value(0).dtype)
-    ),
+    "class_token": _class_token,
     "stem_maxpool": _stem(nodes.stem_maxpool),
     "stem_layernorm": _stem(nodes.stem_layernorm),
     "stem_conv2d": _stem(nodes.stem_conv2d),

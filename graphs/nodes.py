@@ -1886,15 +1886,29 @@ def depthwise_qkv(
     return q, k, v
 
 
-def class_token(tokens: TensorValue, token: TensorValue) -> TensorValue:
-    """Puts token[C] before the tokens [N, T, C] of each image: [N, T + 1, C].
+def class_token(
+    tokens: TensorValue,
+    token: TensorValue,
+    norm: tuple[TensorValue, TensorValue] | None = None,
+    eps: float = 1e-5,
+) -> TensorValue:
+    """Puts token[C] before the tokens [N, T, C] of each image, or their norm: [N, T + 1, C].
+
+    Args:
+        tokens: The others.
+        token: Of all images, in their dtype.
+        norm: Weight and bias of a layer norm of the others, float32 [C].
+        eps: Added to the variance.
 
     Raises:
         ArgumentError: If the shapes do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
-    out = shapes.class_token(_type(tokens), _type(token))
-    return _custom("class_token", [tokens, token], [out])[0]
+    vectors = norm or (None, None)
+    out = shapes.class_token(_type(tokens), _type(token), *map(_optional, vectors))
+    vectors = norm or (_zeros(1, tokens.device),) * 2
+    values = [tokens, token, *vectors, _host([eps], DType.float32)]
+    return _custom("class_token", values, [out], {"norms": norm is not None})[0]
 
 
 def concat(

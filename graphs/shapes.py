@@ -1312,14 +1312,23 @@ def depthwise_qkv(
     return x._replace(dtype=stored), keys, keys
 
 
-def class_token(tokens: Type, token: Type) -> Type:
-    """Types token[C] before the tokens [N, T, C] of each image."""
+def class_token(
+    tokens: Type,
+    token: Type,
+    weight: Type | None = None,
+    bias: Type | None = None,
+    *,
+    eps: float = 1e-5,
+) -> Type:
+    """Types token[C] before the tokens [N, T, C] of each image, or before their layer norm."""
     if len(tokens.shape) != 3 or math.prod(map(int, token.shape)) != tokens.shape[2]:
         raise ArgumentError(
             f"class_token: expects tokens [N, T, C] and a token [C]"
             f" but has {_list(tokens)} and {_list(token)}"
         )
     n, t, c = tokens.shape
+    if weight is not None and bias is not None:
+        _norm("class_token", c, weight, bias)
     return Type((n, _known("class_token", t, "T") + 1, c), tokens.dtype)
 
 

@@ -25,7 +25,7 @@
 | norms            | layer norms between linear layers, on Hopper: part of these                  |
 | mlp              | an MLP of normalised tokens: one op                                          |
 | rounded          | results of which only 8 bits are read, on Hopper: stored as such             |
-| rows             | rows put in another order, as of windows, their norms and sums: one op       |
+| rows             | rows put in another place, as of windows, their norms and sums: one op       |
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
 | casts            | casts, past moves, beside expressions, sums and layer norms: part of them    |
 | pointwise        | batch norms that are left and elementwise ops in a row: one expression       |

@@ -1,4 +1,4 @@
-"""Rows that only change their order, as those of windows do, are read where they lie."""
+"""Rows that only change their place, as those of windows do, are read where they lie."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MOST_BYTES = 2048
 
 
 def rows(program: Program, on: Backend) -> Program:
-    """Norms rows, adds them up, or both, as it gives them another order, in one op.
+    """Norms rows, adds them up, or both, as it gives them another place, in one op.
 
     Swin (Liu et al. 2021, arXiv:2103.14030) norms an image, rolls it and cuts it into windows; puts
     windows together, rolls that back, adds it to the image and norms the sum: two ops then. A roll
-    and a permute alone are one.
+    and a permute alone are one. CvT norms tokens and puts a class token before them.
     """
     return _Rows(program, on).run()
 
@@ -72,6 +72,7 @@ class _Rows:
         for node in self.program.nodes:
             if node.op == "layer_norm":
                 self.norm(node)
+                self.class_token(node)
         for node in self.program.nodes:
             if node.op == "add" and len(node.inputs) == 2 and not node.at_load:
                 self.add(node)
@@ -90,6 +91,31 @@ class _Rows:
         first, last = (norm, moves[-1]) if norm.output == moves[0].inputs[0] else (moves[0], norm)
         new = self.gathered(order, first.inputs[0], norm=norm, y=last.output)
         self.rewrite.replace([norm, *moves], *new, place=last)
+
+    def class_token(self, norm: Node) -> None:
+        """Norms tokens, or an image of them, and puts a class token before them."""
+        types, x, gone = self.program.types, norm.inputs[0], [norm]
+        while (node := self.program.only_user(gone[-1].output)) and node.op == "reshape":
+            gone.append(node)
+        if node is None or node.op != "class_token" or len(node.inputs) > 2:
+            return
+        tokens, token = node.inputs
+        if (
+            not self.takes(x, norm)
+            or types[tokens].shape[-1] != self.channels(x)
+            or not self.program.constants.issuperset(norm.inputs[1:])
+        ):
+            return
+        flat = free(self.taken, f"{x}.rows") if len(gone) > 1 else x
+        reshape = Node("reshape", (x,), (flat,), {"shape": types[tokens].shape})
+        new = Node(
+            "class_token",
+            (flat, token, *norm.inputs[1:]),
+            node.outputs,
+            {"eps": norm.attributes.get("eps", 1e-5)},
+            norm.layers,
+        )
+        self.rewrite.replace([*gone, node], *([reshape] if flat != x else []), new)
 
     def add(self, add: Node) -> None:
         """Adds rows in another order to others, and norms the sum if a norm is behind it."""
@@ -121,8 +147,10 @@ class _Rows:
     def takes(self, x: str, norm: Node | None = None) -> bool:
         """Tells whether the device has a kernel for the rows of x, and for a norm of them."""
         c, kind = self.channels(x), self.program.types[x].dtype
-        if norm and (self.channels(norm.output) != c or self.rewrite.has(norm)):
-            return False
+        if norm:
+            y = self.program.types[norm.output]
+            if (y.shape[-1], y.dtype) != (c, kind) or self.rewrite.has(norm):
+                return False
         bytes = int(c) * DType[kind].size_in_bytes
         fits = not self.on.is_gpu or (bytes % 16 == 0 and bytes <= MOST_BYTES)
         return "float" in kind and x not in self.program.constants and fits

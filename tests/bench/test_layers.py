@@ -31,7 +31,7 @@ from tests.ops.cases import EPILOGUES
 
 OTHERS = {
     "max_pool2d": "pool_max_8", "avg_pool2d": "pool_mean_8",
-    "class_token": "class_token_8_bfloat16",
+    "class_token": "class_token_layernorm_16x3",
 }  # fmt: skip
 """Ops whose kernels are called otherwise."""
 

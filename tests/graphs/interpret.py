@@ -473,7 +473,11 @@ def _depthwise_qkv(
     return made
 
 
-def _class_token(tokens: Tensor, token: Tensor) -> Tensor:
+def _class_token(
+    tokens: Tensor, token: Tensor, weight: Any = None, bias: Any = None, *, eps: float = 1e-5
+) -> Tensor:
+    if weight is not None:
+        tokens = _layer_norm(tokens, weight, bias, eps=eps)
     return torch.cat([token.reshape(1, 1, -1).expand(len(tokens), 1, -1), tokens], 1)
 
 

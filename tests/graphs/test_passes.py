@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -267,6 +268,14 @@ def attended(net: Net, x: Value, heads: int = 2, scale: float | None = None) -> 
 
 def token(net: Net, c: int, *shape: int, count: int = 1) -> Value:
     return net.expand(net.weight("token", *(shape or (1, 1, c))), BATCH, count, c)
+
+
+def classed(net: Net, x: Value) -> Value:
+    """Puts a class token before tokens, or before the pixels of an image [N, H, W, C]."""
+    c = x.shape[-1]
+    return net.concat(
+        [token(net, c), net.reshape(x, BATCH, math.prod(map(int, x.shape[1:-1])), c)], 1
+    )
 
 
 def first(net: Net, x: Value, at: int = 0) -> Value:
@@ -1212,6 +1221,14 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "permute permute permute roll roll layer_norm layer_norm -> gather_rows gather_rows"
         " gather_rows",
     ),
+    "a norm of an image before a class token": (
+        "rows", CUDA, lambda n, x: classed(n, n.layer_norm(x, "norm")), (4, 5, 24),
+        "layer_norm ->",
+    ),
+    "a norm of tokens before a class token": (
+        "rows", CPU, lambda n, x: classed(n, n.layer_norm(x, "norm", 1e-3)), TOKENS,
+        "layer_norm ->",
+    ),
     "mixed tokens": (
         "channels_last", HOPPER, nets.mixer, (3, 36, 36),
         "permute permute permute permute linear linear linear linear -> reshape reshape reshape"
@@ -1581,6 +1598,23 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     "rows: of more than 2 KB": (
         "rows", CUDA, lambda n, x: reordered(n, x, 0, 2, 1, 3), (2, 3, 1032),
     ),
+    **{
+        f"rows: a class token before {what}": ("rows", backend, write, shape)
+        for what, backend, write, shape in [
+            ("a norm that another reads", CPU,
+             lambda n, x: classed(n, used(n, n.layer_norm(x, "norm"))), TOKENS),
+            ("a norm whose rows are cut", CPU,
+             lambda n, x: classed(n, n.reshape(n.layer_norm(x, "norm"), BATCH, 10, 2)), TOKENS),
+            ("a norm of values", CPU,
+             lambda n, x: classed(
+                 n, n.op("layer_norm", [x, *[n.op("mean", [x], axes=(0, 1), keepdim=False)] * 2])
+             ), TOKENS),
+            ("rows of no multiple of 16 bytes", CUDA,
+             lambda n, x: classed(n, n.layer_norm(x, "norm")), (5, 12)),
+            ("rows of more than 2 KB", CUDA,
+             lambda n, x: classed(n, n.layer_norm(x, "norm")), (2, 1032)),
+        ]
+    },
     "rows: a permute alone": ("rows", CPU, lambda n, x: n.permute(x, 0, 2, 1, 3), IMAGE),
     "batch_norm: another reads the convolution": (
         "batch_norm", CPU, lambda n, x: n.batch_norm(used(n, a_conv(n, x)), "n"), IMAGE,
@@ -2283,6 +2317,15 @@ def test_a_norm_of_one_number_is_in_no_other_order() -> None:
     assert ops(kept(nets.program(write, 1, 1, 1), CPU))["layer_norm"] == 1
 
 
+def test_a_class_token_stands_before_one_norm() -> None:
+    def write(net: Net, x: Value) -> Value:
+        return classed(net, net.layer_norm(net.layer_norm(x, "one"), "two"))
+
+    once = kept(nets.program(write, *TOKENS), CPU)
+    assert ops(once) == {"layer_norm": 1, "class_token": 1}
+    assert kept(once, CPU) == once
+
+
 @pytest.mark.parametrize("layer", ["proj", "norm", "fc1"])
 def test_norms_and_layers_that_are_kept_in_float32_stay(layer: str) -> None:
     plain = nets.program(around_a_norm, 5, 32)
@@ -2379,6 +2422,13 @@ def pooled_as(pooling: str, **window: Any) -> Write:
         return net.op(pooling, [net.relu(raw(net, x, "stem", 32, 3))], **window)
 
     return write
+
+
+def test_a_stem_keeps_its_norm_before_a_class_token() -> None:
+    program = pixels_of(
+        lambda n, x: classed(n, last(n, normed(n, x))), "uint8", "bfloat16", 2, 7, 9
+    )
+    assert ops(kept(program, CUDA)) == {"stem_layernorm": 1, "reshape": 1, "class_token": 1}
 
 
 USUAL = {"kernel": 3, "stride": 2, "padding": 1}
@@ -2480,7 +2530,7 @@ def test_resnet_50_on_a_cpu() -> None:
 def test_cvt_13_on_nvidia() -> None:
     found = counted("cvt", CVTS["cvt-13"], CUDA)
     assert found == {
-        "stem_layernorm": 1, "conv2d": 2, "layer_norm": 2 + 13, "depthwise_qkv": 13,
+        "stem_layernorm": 1, "conv2d": 2, "layer_norm": 1 + 13, "depthwise_qkv": 13,
         "qkv_linear": 13, "attention": 13, "linear": 13 + 2 * 13 + 1, "class_token": 1,
         "layernorm_first": 1, "reshape": found["reshape"],
     }  # fmt: skip
@@ -2490,7 +2540,7 @@ def test_cvt_13_on_nvidia() -> None:
 def test_cvt_13_on_hopper() -> None:
     found = counted("cvt", CVTS["cvt-13"], HOPPER)
     assert found == {
-        "stem_layernorm": 1, "conv2d": 2, "layer_norm": 2, "depthwise_qkv": 13, "qkv_linear": 13,
+        "stem_layernorm": 1, "conv2d": 2, "layer_norm": 1, "depthwise_qkv": 13, "qkv_linear": 13,
         "attention": 13, "layernorm_mlp": 3, "linear_moments": 13, "normed_linear": 10,
         "linear": 10 + 1, "class_token": 1, "layernorm_first": 1, "reshape": found["reshape"],
     }  # fmt: skip

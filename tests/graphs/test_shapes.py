@@ -159,6 +159,7 @@ def test_the_types_of_networks_are_those_of_torchs_results(name: str) -> None:
         (one("concat", TOKENS, Type((4,)), axis=2, expression="x0 x1 add"), (BATCH, 5, 4)),
         (one("expand", Type((1, 1, 4)), shape=(BATCH, 5, 4)), (BATCH, 5, 4)),
         (one("class_token", TOKENS, Type((1, 1, 4))), (BATCH, 6, 4)),
+        (one("class_token", TOKENS, Type((4,)), Type((4,)), Type((4,))), (BATCH, 6, 4)),
         (one("layernorm_first", TOKENS, Type((4,)), Type((4,))), (BATCH, 4)),
     ],
 )
@@ -336,6 +337,9 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
         "quantized_conv2d_chain", (BYTES, F11, None, BYTES, F11, None), {"scale": 1.0},
     ),
     r"expects tokens \[N, T, C\] and a token \[C\]": ("class_token", (TOKENS, Type((3,))), {}),
+    r"class_token: bias expects the shape \[4\]": (
+        "class_token", (TOKENS, Type((4,)), Type((4,)), Type((3,))), {},
+    ),
     r"expects 2 \* 2 \+ 1 tokens but x\[N, T, C\] has T=4": (
         "depthwise_qkv", (Type((BATCH, 4, 8)), Type((8,)), Type((8,))),
         {"size": (2, 2), "kernel": 3, "class_token": True},

@@ -1253,14 +1253,15 @@ def norm_between(c: int, given: str, made: str) -> Case:
     )
 
 
+def shifted(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
+    """Moves the mean far from 0."""
+    np.add(inputs[0], 3, out=inputs[0])
+
+
 def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
     """Makes a case of layernorm, or of layernorm_first, with a mean far from 0."""
     c = x[-1]
     op = nodes.layernorm_first if first else nodes.layernorm
-
-    def shift(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
-        np.add(inputs[0], 3, out=inputs[0])
-
     return Case(
         name,
         [x],
@@ -1269,8 +1270,25 @@ def norm(name: str, x: Shape, eps: float, *, first: bool = False) -> Case:
         lambda w, a: F.layer_norm(
             a[:, 0] if first else a, (c,), w["weight"].to(a), w["bias"].to(a), eps
         ),
-        shift,
+        shifted,
     )
+
+
+def classed(name: str, x: Shape, *, norms: bool = False) -> Case:
+    """Makes a case of class_token, perhaps before normed tokens with a mean far from 0."""
+    c = x[-1]
+
+    def build(w: Parameters, x: Any) -> Any:
+        norm = (w.vector("weight"), w.vector("bias")) if norms else None
+        return nodes.class_token(x, w.vector("token", x.dtype), norm, 1e-3)
+
+    def reference(w: Any, x: torch.Tensor) -> torch.Tensor:
+        token = w["token"].to(x).expand(len(x), 1, c)
+        y = F.layer_norm(x, (c,), w["weight"].to(x), w["bias"].to(x), 1e-3) if norms else x
+        return torch.cat([token, y], 1)
+
+    names = ["token", "weight", "bias"] if norms else ["token"]
+    return Case(name, [x], dict.fromkeys(names, (c,)), build, reference, shifted)
 
 
 def norm_grad(
@@ -2245,13 +2263,9 @@ CASES = [
         "x1 x0 sub x2 mul x3 add", lambda x, a, b, c: (a - x) * b + c, (6, 3), (6, 40), (6, 1)
     ),
     concatenated("x0 silu", F.silu, *[(3, 2, 8 * i) for i in range(1, 12)]),
-    Case(
-        "class_token",
-        [(9, 20)],
-        {"token": (20,)},
-        lambda w, x: nodes.class_token(x, w.vector("token", x.dtype)),
-        lambda w, x: torch.cat([w["token"].to(x).expand(x.shape[0], 1, 20), x], dim=1),
-    ),
+    classed("class_token", (9, 20)),
+    classed("class_token norm", (196, 384), norms=True),
+    *(classed(f"class_token norm {c}", (5, c), norms=True) for c in (8, 392)),
     # Tiles of attention: 128 or 32 queries, 64 keys (a GPU); 192 or 128 queries, 64, 80 or 112 keys
     # (Hopper); 96 in sixes, 64 keys (a CPU).
     attend("attention 64", 50, 13, 3, 64, 192**-0.5),
@@ -2413,6 +2427,7 @@ def _kept(name: str) -> bool:
 ON_CPU = [
     gathered("gather_rows odd", (2, 3), 37, (3, 2), (1, 0), (1, 1), adds=True, norms=True),
     gathered("gather_rows odd copy", (3, 3), 5, (9,), (0,), (-1, 2), first=False),
+    classed("class_token norm odd", (3, 37), norms=True),
 ]
 """Rows of a length that only a CPU takes."""
 ON_GPU = [

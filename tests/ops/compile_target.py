@@ -98,6 +98,7 @@ NAMES = {
     "squeeze_excite (14, 14) 240 10 silu sigmoid none",
     "squeeze_excite (7, 9) 256 16 relu sigmoid add_relu",
     "class_token",
+    "class_token norm",
     "stem_maxpool 32 x 32",
     "stem_maxpool floats",
     "stem_layernorm 32 x 32",

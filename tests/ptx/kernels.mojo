@@ -12,7 +12,7 @@ from ops.attention_grad.tensors import AttentionGrad
 from ops.concat import VECTORS, ConcatTensors, concat_gpu
 from ops.pool import pool_gpu
 from ops.pool_grad import pool_grad_gpu
-from ops.class_token import class_token_gpu
+from ops.class_token import class_token_gpu, class_token_layernorm_gpu
 from ops.roll import RollSizes, roll_gpu
 from ops.row_moments import row_moments_gpu
 from ops.conv2d.depthwise import depthwise_kernel, depthwise_run_kernel, enqueue_depthwise
@@ -749,6 +749,24 @@ def main() raises:
     concat_gpu[BF16, "x0 x1 mul x2 add relu"](parts, n, ctx)
     roll_gpu(half, half, n, RollSizes(n, n, n), ctx)
     class_token_gpu(half, half, half, tokens=n, channels=n, size=n, ctx=ctx)
+    class_token_layernorm_gpu(
+        NormTensors[BF16](x=half, weight=full, bias=full, y=half),
+        half,
+        tokens=n,
+        rows=n,
+        columns=n,
+        eps=1e-5,
+        ctx=ctx,
+    )
+    class_token_layernorm_gpu(
+        NormTensors[F32](x=full, weight=full, bias=full, y=full),
+        full,
+        tokens=n,
+        rows=n,
+        columns=n,
+        eps=1e-5,
+        ctx=ctx,
+    )
     row_moments_gpu(half, full, n, ctx)
     var pool = Geometry(rows=n, depth=n, columns=n)
     comptime for kind in ["max", "mean", "mean_inside"]:

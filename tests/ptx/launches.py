@@ -1872,6 +1872,20 @@ def class_token(kernel: Kernel, x: Array, token: Array, width: int, dtype: str) 
     return memory.array(to, y)
 
 
+def class_token_layernorm(
+    kernel: Kernel, lanes: int, x: Array, token: Array, weight: Array, bias: Array, dtype: str
+) -> Array:
+    """Runs the kernel of ops/class_token.mojo that norms x[N, T, C]."""
+    memory, (n, t, c) = Tensors(), x.shape
+    y = unwritten((n, t + 1, c), dtype)
+    tensors = [memory.add(x, late=True), memory.add(weight), memory.add(bias), memory.add(y)]
+    sizes = (pack("I", t + 1), pack("q", n * (t + 1)), pack("i", c), pack("f", 1e-5))
+    parameters = [pack("4Q", *tensors), pack("Q", memory.add(token)), *sizes]
+    grid = (-(-n * (t + 1) * lanes // 128),)
+    Launch(kernel, parameters, memory, grid=grid, threads=128, together=4).run()
+    return memory.array(tensors[3], y)
+
+
 def row_moments(kernel: Kernel, x: Array) -> Array:
     """Runs the kernel of ops/row_moments.mojo on x[M, C]."""
     memory, moments = Tensors(), np.full((len(x), x.shape[1] // 32, 2), np.nan, np.float32)

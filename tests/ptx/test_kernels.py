@@ -60,6 +60,7 @@ from .launches import (
     chain,
     check,
     class_token,
+    class_token_layernorm,
     concat,
     depthwise,
     depthwise_input_grad,
@@ -2473,6 +2474,38 @@ def test_class_token(
     got = class_token(find(f"class_token_{width}_{BF16}"), x, token, width, BF16)
     first = np.broadcast_to(token, (shape[0], 1, shape[2]))
     np.testing.assert_array_equal(got, np.concatenate([first, x], 1))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "lanes", "shape"),
+    [
+        ("8x3", 8, (2, 37, 192)),
+        ("8x3", 8, (3, 1, 8)),
+        ("16x3", 16, (2, 196, 384)),
+        ("16x3", 16, (1, 7, 200)),
+        ("32x4", 32, (3, 5, 1024)),
+        ("32x4", 32, (5, 1, 392)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BF16, "float32"])
+def test_class_token_before_a_norm(
+    find: Find,
+    rng: np.random.Generator,
+    kernel: str,
+    lanes: int,
+    shape: tuple[int, int, int],
+    dtype: str,
+) -> None:
+    n, t, c = shape
+    if dtype == "float32":  # vectors of 16 bytes are half as many numbers
+        c = c // 2 - c // 2 % 4
+    x = rounded(rng.standard_normal((n, t, c)) * 0.5 + 3, dtype)
+    token = rounded(rng.standard_normal(c), dtype)
+    weight, bias = rng.standard_normal((2, c)).astype(np.float32)
+    name = f"class_token_layernorm_{kernel}_{dtype}"
+    got = class_token_layernorm(find(name), lanes, x, token, weight, bias, dtype)
+    np.testing.assert_array_equal(got[:, 0], np.broadcast_to(token, (n, c)))
+    check(got[:, 1:], normalised(wide(x, dtype), weight, bias), dtype, 2**-20)
 
 
 @pytest.mark.parametrize("shape", [(130, 96), (1, 32)])
