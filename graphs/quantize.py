@@ -10,13 +10,14 @@ point: Micikevicius et al. 2022 (arXiv:2209.05433). ``Grid`` and ``Float8`` are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from maxvision.common.errors import ModelError
+from maxvision.graphs.arrange import MLPS
 from maxvision.graphs.constants import LEVELS, Array, e4m3
 from maxvision.graphs.elementwise import activation
 from maxvision.graphs.program import Attribute, Node, Program, free, rebuilt
@@ -24,6 +25,8 @@ from maxvision.graphs.types import FLOAT8
 
 STEPS = 255
 """From the least integer of activations to the largest."""
+MOVES = ("reshape", "permute", "slice")
+"""Ops that give numbers of what they read."""
 GROUP = 4
 """Channels that kernels multiply at once (ops/dot.mojo)."""
 ROW = 16
@@ -94,7 +97,7 @@ class Grid(NamedTuple):
 
     @property
     def commuting(self) -> tuple[str, ...]:
-        """The activations that give the same of what is stored; none where that has a zero point."""
+        """The activations that give the same of what is stored: none with a zero point."""
         return ()
 
     @property
@@ -291,19 +294,24 @@ def places(
     A product is a convolution or linear layer with weights. What reads pixels stays as it is, and
     so does what gives an output, a convolution of one pixel, as in squeeze and excite, and one in
     groups that is not depthwise. Of ``FLOAT8`` only what Hopper multiplies is rounded, as no other
-    device does: no depthwise convolutions, and channels and filters by sixteens.
+    device does: no depthwise convolutions, and channels and filters by sixteens. Nor is what it
+    computes faster in 16 bits: MLPs that are one op, and what reads a sum that is not rounded.
 
     Args:
         program: The network.
         pixels: Whether what reads pixels is rounded, too: a convolution in one group.
         dtype: To which weights are rounded.
     """
-    values: dict[str, None] = {}
-    layers: list[str] = []
-    for node in program.nodes:
-        if _is_product(program, node, dtype) or (pixels and _reads_pixels(program, node)):
-            values[node.inputs[0]] = None
-            layers += node.layers
+    products = [
+        node
+        for node in program.nodes
+        if _is_product(program, node, dtype) or (pixels and _reads_pixels(program, node))
+    ]
+    if dtype == FLOAT8:
+        read = {node.inputs[0] for node in products}
+        products = [node for node in products if not _is_faster_in_16_bits(program, node, read)]
+    values = dict.fromkeys(node.inputs[0] for node in products)
+    layers = [layer for node in products for layer in node.layers]
     for node in program.nodes:
         if node.op == "add" and len(node.inputs) == 2:
             first, second = (_made_by_product(program, value, layers) for value in node.inputs)
@@ -329,6 +337,34 @@ def _is_product(program: Program, node: Node, dtype: str) -> bool:
     if program.types[x].shape[2:] == (1, 1):
         return False
     return c % GROUP == 0 if groups == 1 else c == 1 and f == groups
+
+
+def _is_faster_in_16_bits(program: Program, node: Node, read: Collection[str]) -> bool:
+    """Tells whether Hopper takes longer for a layer in 8 bits, what ``read`` names being rounded.
+
+    A sum in a transformer stays in 16 bits, as norms and other sums read it: to round it takes a
+    launch. Both embeddings of CvT-13 take 224 us so at batch 256, and 176 in 16 bits (H200). Before
+    an MLP that is one op stands a layer that leaves the moments of its rows (passes/norms.py).
+    """
+    before, following = _producer(program, node.inputs[0]), program.only_user(node.output)
+    if before is not None and before.op == "add":
+        sums = [_producer(program, value) for value in before.inputs]
+        return any(made and made.op == "add" and made.output not in read for made in sums)
+    f, c, *_ = program.types[node.inputs[1]].shape
+    if node.op != "linear" or following is None:
+        return False
+    after = program.users.get(following.output, ())
+    normed = following.op == "add" and any(user.op == "layer_norm" for user in after)
+    from_gelu = before is not None and before.op == "gelu"
+    return (following.op == "gelu" and c in MLPS) or (f in MLPS and (from_gelu or normed))
+
+
+def _producer(program: Program, value: str) -> Node | None:
+    """Finds what made a value that moves have given another shape and place since."""
+    node = program.producers.get(value)
+    while node and node.op in MOVES:
+        node = program.producers.get(node.inputs[0])
+    return node
 
 
 def _reads_pixels(program: Program, node: Node) -> bool:

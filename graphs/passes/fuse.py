@@ -564,10 +564,7 @@ def qkv(program: Program, on: Backend) -> Program:
         linears = [
             each
             for each in found
-            if (
-                _is_dense_linear(each, program, "none")
-                or _is_linear_in_bytes(each, on)
-            )
+            if (_is_dense_linear(each, program, "none") or _is_linear_in_bytes(each, on))
             and program.only_user(each.output) is node
         ]
         if len(linears) < 3 or len({each.output for each in linears}) < 3:

@@ -391,9 +391,7 @@ struct _Convolutions[
             self.load(group)
 
 
-@__name(
-    t"depthwise_qkv_{'few_' if few else ''}{kernel}_{lanes}x{vectors}_{dtypes[dtype, out]()}"
-)
+@__name(t"depthwise_qkv_{'few_' if few else ''}{kernel}_{lanes}x{vectors}_{dtypes[dtype, out]()}")
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
     `nvvm.minctasm`=SIMDLength(1 if few else RESIDENT),

@@ -391,9 +391,7 @@ def _consume[
             if leads:
                 _box_read[RESULTS](boxes)
             sync_threads(own, UInt32(WARPGROUP))
-            finish_rows[
-                out, epilogue, WIDTH, first=column, pitch=BOX, bytes=config.row[out]()
-            ](
+            finish_rows[out, epilogue, WIDTH, first=column, pitch=BOX, bytes=config.row[out]()](
                 to,
                 at,
                 sums,

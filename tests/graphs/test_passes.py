@@ -211,7 +211,9 @@ def rounded_sum(net: Net, x: Value, *, flip: bool = False, residual: str = "roun
 
 def in_8_bits(net: Net, x: Value, name: str, to: str = FLOAT8, f: int = 0) -> Value:
     """A linear layer of rounded tokens."""
-    grid = {"scale": 0.03, "to": to} if to == FLOAT8 else {"scale": 0.03, "low": -99.0, "high": 156.0}
+    grid = (
+        {"scale": 0.03, "to": to} if to == FLOAT8 else {"scale": 0.03, "low": -99.0, "high": 156.0}
+    )
     x = net.op("fake_quantize", [x], **grid)
     weight = net.weight(f"{name}.weight", f or x.size(2), x.size(2))
     weight = net.op("fake_quantize_filter", [weight], to=to)
