@@ -35,12 +35,10 @@ def _gemm(epilogue: str, shape: str = "1x1") -> str:
     return rf"{kernel}_{epilogue}{fused}_(bfloat16|float16|float32)_\w+"
 
 
-def _byte_gemm(
-    epilogue: str, shape: str = "1x1", *, kernel: str = "hopper", kinds: str = BYTES
-) -> str:
+def _byte_gemm(epilogue: str, shape: str = "1x1", *, kinds: str = BYTES) -> str:
     """Describes the symbol of a GEMM of 8-bit numbers; ``shape`` is as in ``_gemm``."""
-    of = "" if kernel == "turned" else f"_{shape}"
-    return rf"gemm_{kernel}_\d[0-9a-z]*_scale_{epilogue}{of}_{kinds}_\w+"
+    fused = f"_{shape}" if shape != "1x1" else "(_1x1)?"
+    return rf"gemm_[a-z]+_\d[0-9a-z]*_scale_{epilogue}{fused}_{kinds}_\w+"
 
 
 def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.Pattern[str]]]:
@@ -62,9 +60,7 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[_gemm("add_moments")]]
     elif op == "normed_linear":
         ways = [[_gemm(f"norm_{epilogue}")]]
-    elif op == "quantized_conv2d":
-        ways = [[_byte_gemm(epilogue)], [_byte_gemm(epilogue, kernel="turned")]]
-    elif op == "quantized_linear":
+    elif op in ("quantized_conv2d", "quantized_linear"):
         ways = [[_byte_gemm(epilogue)]]
     elif op == "quantized_qkv_linear":
         ways = [[_byte_gemm("none", "3x1")]]

@@ -191,6 +191,13 @@ BYTES = {  # symbols, as ops/gemm names kernels, and what they are of
     ),
     "gemm_turned_64x232row64_scale_none_uint8xint8_44630a41": ("quantized_conv2d", "none"),
     "gemm_turned_128x116_scale_add_relu_float8_e4m3fn_44630a41": ("quantized_conv2d", "add_relu"),
+    "gemm_pingpong_3x64x128_scale_gelu_float8_e4m3fn_44630a41": ("quantized_conv2d", "gelu"),
+    "gemm_pingpong_3x64x128_scale_none_3x1_float8_e4m3fn_to_bfloat16_44630a41": (
+        "quantized_qkv_linear", "none",
+    ),
+    "gemm_hopper_64x64x6_scale_none_3x1_uint8xint8_to_bfloat16_44630a41": (
+        "quantized_qkv_linear", "none",
+    ),
     "gemm_hopper_128x128x4overlap_scale_none_1x2_uint8xint8_44630a41": (
         "quantized_conv2d_shortcut", "none",
     ),
@@ -204,13 +211,14 @@ BYTES = {  # symbols, as ops/gemm names kernels, and what they are of
 
 @pytest.mark.parametrize("symbol", BYTES)
 def test_a_symbol_of_8_bits_tells_the_op(symbol: str) -> None:
-    wide = ("conv2d", "conv2d_shortcut", "linear")
-    for op in ("quantized_conv2d", "quantized_conv2d_shortcut", "quantized_conv2d_chain", *wide):
-        for epilogue in ("none", "relu", "add", "add_relu"):
+    wide = ("conv2d", "conv2d_shortcut", "linear", "qkv_linear")
+    bytes = ("conv2d", "conv2d_shortcut", "conv2d_chain", "qkv_linear")
+    for op in (*(f"quantized_{name}" for name in bytes), *wide):
+        for epilogue in ("none", "relu", "gelu", "add", "add_relu"):
             found = any(len(way) == 1 and way[0].fullmatch(symbol) for way in symbols(op, epilogue))
             of, end = BYTES[symbol]
-            chained = of.endswith("chain")  # whose symbol has no epilogue
-            assert found == (op == of and (chained or epilogue == end)), (op, epilogue)
+            any_end = of.endswith(("chain", "qkv_linear"))  # which have one epilogue
+            assert found == (op == of and (any_end or epilogue == end)), (op, epilogue)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -37,6 +37,7 @@ from maxvision.runtime import cache
 from maxvision.runtime.calibrate import Seen, rounded, watched
 from maxvision.runtime.executor import Executor
 from tests.graphs.interpret import inputs, interpret, weights
+from tests.graphs.nets import attend
 
 ON = Backend("cpu", "float32")
 HOPPER = Backend("cuda", "float32", architecture="sm_90a")
@@ -672,6 +673,43 @@ def test_of_floats_of_8_bits_what_hopper_multiplies_is_rounded() -> None:
     program = net.program()
     assert places(program, dtype=FLOAT8)[1] == ["whole", "last"]
     assert places(program)[1] == ["whole", "depthwise", "odd", "of odd", "last"]
+
+
+def transformer(width: int, hidden: int) -> Program:
+    """Two blocks of attention and an MLP, and a convolution of what they give."""
+    net = Net("transformer")
+    tokens = net.layer_norm(net.linear(net.input("x", (BATCH, 16, 64)), "begin", width), "norm")
+    for i in range(2):
+        with net.at(f"block.{i}"):
+            y = attend(net, [net.layer_norm(tokens, "norm1")] * 3, 2)
+            tokens = tokens + net.linear(y, "out", width)
+            y = net.gelu(net.linear(net.layer_norm(tokens, "norm2"), "up", hidden))
+            tokens = tokens + net.linear(y, "down", width)
+    image = net.channels_first(net.reshape(tokens, BATCH, 4, 4, width))
+    x = net.relu(net.conv2d(image, "end", 32, 3, padding=1))
+    net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 3))
+    return net.program()
+
+
+@pytest.mark.parametrize(
+    ("width", "wide"), [(96, {"out", "up", "down"}), (64, set())], ids=["wide", "one op"]
+)
+def test_of_floats_of_8_bits_what_is_faster_in_16_stays(width: int, wide: set[str]) -> None:
+    layers = places(transformer(width, 4 * width), dtype=FLOAT8)[1]
+    assert {layer.split(".")[-1] for layer in layers} - {"q", "k", "v"} == wide
+    assert len(layers) == 2 * (3 + len(wide))  # neither "end", which reads a sum, nor "begin"
+    assert "end" in places(transformer(width, 4 * width))[1]
+
+
+def test_what_reads_a_rounded_sum_is_rounded() -> None:
+    net = Net("sums")
+    x = net.relu(net.conv2d(net.input("x", (BATCH, 3, 9, 8)), "stem", 32, 1))
+    for i in range(3):
+        y = net.relu(net.conv2d(x, f"{i}.one", 64, 1))
+        x = net.conv2d(y, f"{i}.two", 32, 1) + x
+    net.output("logits", net.linear(net.flatten(net.avg_pool2d(x)), "head", 5))
+    found = places(net.program(), dtype=FLOAT8)[1]
+    assert found == [f"{i}.{name}" for i in range(3) for name in ("one", "two")]
 
 
 def test_pixels_the_classifier_and_small_layers_stay() -> None:

@@ -372,6 +372,16 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     r"conv2d: does not take .* with \{'strides': 2\}": ("conv2d", (X, F33), {"strides": 2}),
     "batch_norm: does not take": ("batch_norm", (X,), {}),
     "qkv_linear: does not take": ("qkv_linear", (TOKENS, TOKENS), {}),
+    "quantized_qkv_linear: gives floats, not uint8": (
+        "quantized_qkv_linear",
+        (*(TOKENS._replace(dtype="uint8"),) * 3, *(Type((4, 4)), None) * 3),
+        {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0, "dtype": "uint8"},
+    ),
+    "quantized_qkv_linear: expects both inputs in uint8, or in float8_e4m3fn": (
+        "quantized_qkv_linear",
+        (TOKENS._replace(dtype="uint8"), TOKENS, TOKENS, *(Type((4, 4)), None) * 3),
+        {"q_scale": 1.0, "k_scale": 1.0, "v_scale": 1.0},
+    ),
     r"a weight \[F, 8\] for 5 tokens but has \[3, 5\]": (
         "token_linear", (Type((BATCH, 5, 8)), Type((3, 5))), {},
     ),
