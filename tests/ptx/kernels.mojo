@@ -527,6 +527,9 @@ def main() raises:
     layernorm_gpu(NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx)
     layernorm_gpu(NormTensors[F32](x=full, weight=full, bias=full, y=full), sizes, ctx)
     layernorm_gpu(NormTensors[F32, BF16](x=full, weight=full, bias=full, y=half), sizes, ctx)
+    comptime for out in [DType.uint8, DType.float8_e4m3fn]:
+        var y = half.unsafe_bitcast[Scalar[out]]()
+        layernorm_gpu(NormTensors[BF16, out](x=half, weight=full, bias=full, y=y), sizes, ctx)
     layernorm_gpu["rms_norm"](
         NormTensors[BF16](x=half, weight=full, bias=full, y=half), sizes, ctx
     )

@@ -176,6 +176,26 @@ def test_layernorm_into_another_dtype(
     check(y, normalised(x.astype(np.float64), weight, bias), BF16, 2**-20)
 
 
+@pytest.mark.parametrize("out", ["uint8", E4M3])
+@pytest.mark.parametrize(("kernel", "lanes", "columns"), [("16x3_", 16, 384), ("", 32, 57)])
+def test_layernorm_stores_8_bits(
+    find: Find, rng: np.random.Generator, kernel: str, lanes: int, columns: int, out: str
+) -> None:
+    """The scale and the zero point are part of weight and bias."""
+    x = rounded(rng.standard_normal((9, columns)) * 0.5 + 3, BF16)
+    steps, zero = (60, 128) if out == "uint8" else (200, 0)
+    weight, bias = (rng.standard_normal((2, columns)) * steps).astype(np.float32)
+    bias = bias + np.float32(zero)
+    y = wide(
+        layernorm(find(f"layernorm_{kernel}{BF16}_{out}"), lanes, x, columns, weight, bias, out),
+        out,
+    )
+    want = normalised(wide(x, BF16), weight, bias)
+    low, high = (wide(rounded(want + off, out), out) for off in (-1e-3, 1e-3))
+    assert ((low <= y) & (y <= high)).all()
+    assert (y == {E4M3: 448, "uint8": 255}[out]).any() and (low == high).mean() > 0.9
+
+
 NORM_GRADS = [  # kernel, lanes, columns, rows, blocks
     ("8x1", 8, 64, 150, 2),
     ("8x1", 8, 56, 37, 2),
