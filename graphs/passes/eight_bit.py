@@ -532,47 +532,46 @@ def rounded(program: Program, on: Backend) -> Program:
         return program
     rewrite, taken = Rewrite(program), set(program.types)
     for node in program.nodes:
-        grids = [_stored(program, value) for value in node.outputs]
-        if node.at_load or len({type(grid) for grid in grids}) > 1 or not (first := grids[0]):
+        found = [each for value in node.outputs if (each := _stored(program, value))]
+        if node.at_load or len(found) < len(node.outputs):
             continue
-        attributes: dict[str, Attribute] = {**node.attributes, "dtype": first.stored}
+        roundings, grids = zip(*found, strict=True)
+        if len({type(grid) for grid in grids}) > 1:
+            continue
+        attributes: dict[str, Attribute] = {**node.attributes, "dtype": grids[0].stored}
         inputs, made = node.inputs, list[Node]()
         if node.op == "layer_norm" and program.constants.issuperset(inputs[1:]):
-            inputs, made = _scaled_norm(program, node, taken)
+            inputs, made = _scaled_norm(node, roundings[0], taken)
         elif node.op == "attention" and heads.stores_bytes(program, node, on):
-            attributes |= _named("result", first)
+            attributes |= _named("result", grids[0])
         elif node.op == "depthwise_qkv" and program.types[inputs[0]].dtype in HALVES:
             for part, grid in zip("qkv", grids, strict=True):
-                assert grid
                 attributes |= _named(part, grid)
         else:
             continue
-        roundings = [user for value in node.outputs if (user := program.only_user(value))]
         outputs = tuple(each.output for each in roundings)
         new = replace(node, inputs=inputs, outputs=outputs, attributes=attributes)
         rewrite.replace([node, *roundings], *made, new, place=node)
     return rewrite.done()
 
 
-def _stored(program: Program, value: str) -> Rounding | None:
-    """Gives the 8 bits as which a value is stored, if nothing else reads it."""
+def _stored(program: Program, value: str) -> tuple[Node, Rounding] | None:
+    """Finds what stores a value in 8 bits, and which, if nothing else reads it."""
     user = program.only_user(value)
     kind = STORED.get(program.types[user.output].dtype) if user else None
     if user is None or kind is None or user.op != "pointwise" or user.inputs[0] != value:
         return None
     numbers = [program.producers.get(each) for each in user.inputs[1:]]
     known = [float(n.attributes["value"]) for n in numbers if n and n.op == "full"]  # type: ignore[arg-type]
-    complete = len(known) == len(numbers)
-    return kind.stored_by(str(user.attributes["expression"]), known) if complete else None
+    if len(known) < len(numbers):
+        return None
+    grid = kind.stored_by(str(user.attributes["expression"]), known)
+    return (user, grid) if grid else None
 
 
-def _scaled_norm(
-    program: Program, norm: Node, taken: set[str]
-) -> tuple[tuple[str, ...], list[Node]]:
+def _scaled_norm(norm: Node, rounding: Node, taken: set[str]) -> tuple[tuple[str, ...], list[Node]]:
     """Makes a layer norm give steps of what its result is stored as, by its weight and bias."""
-    user = program.only_user(norm.output)
-    assert user
-    inverse, *zero = user.inputs[1:]
+    inverse, *zero = rounding.inputs[1:]
     x, weight, bias = norm.inputs
     names = [free(taken, f"{norm.name}.{part}.steps") for part in ("weight", "bias")]
     made = [

@@ -220,6 +220,11 @@ def in_8_bits(net: Net, x: Value, name: str, to: str = FLOAT8, f: int = 0) -> Va
     return net.op("linear", [x, weight], name)
 
 
+def norm_in_8_bits(net: Net, x: Value, to: str = FLOAT8) -> Value:
+    """A linear layer of rounded tokens behind a norm."""
+    return in_8_bits(net, net.layer_norm(x, "norm"), "one", to)
+
+
 def heads_in_8_bits(net: Net, x: Value, to: str = FLOAT8, width: int = 0) -> Value:
     """Attends by linear layers of rounded tokens; another reads what it gives."""
     parts = [split(net, in_8_bits(net, x, part, to, width), 2) for part in "qkv"]
@@ -1153,18 +1158,11 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         for to in (FLOAT8, "int8")
     },
     **{
-        f"a norm, of which {to} is read": (
-            "rounded", HOPPER,
-            lambda n, x, to=to: in_8_bits(n, n.layer_norm(x, "norm"), "one", to), (5, 32),
+        f"{what}, of which {to} is read": (
+            "rounded", HOPPER, lambda n, x, write=write, to=to: write(n, x, to), (5, 32),
             "pointwise ->",
         )
-        for to in (FLOAT8, "int8")
-    },
-    **{
-        f"an attention, of which {to} is read": (
-            "rounded", HOPPER, lambda n, x, to=to: heads_in_8_bits(n, x, to), (5, 32),
-            "pointwise ->",
-        )
+        for what, write in (("a norm", norm_in_8_bits), ("an attention", heads_in_8_bits))
         for to in (FLOAT8, "int8")
     },
     **{
@@ -1785,7 +1783,7 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
         (5, 32),
     ),
     "rounded: another GPU": (
-        "rounded", CUDA, lambda n, x: in_8_bits(n, n.layer_norm(x, "norm"), "one"), (5, 32),
+        "rounded", CUDA, norm_in_8_bits, (5, 32),
     ),
     "rounded: an attention in float32": ("rounded", HOPPER32, heads_in_8_bits, (5, 32)),
     "rounded: heads of many channels": (
