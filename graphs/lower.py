@@ -789,15 +789,14 @@ EMIT: dict[str, Callable[..., Any]] = {
         given.value(0), given.layer(1), given.value(3)
     ),
     "normed_linear": lambda given, **rest: nodes.normed_linear(
-        given.value(0), given.value(1), given.layer(2), given.vector(4), **rest
+        given.value(0), given.value(1), given.layer(2), **rest
     ),
     "token_linear": _token_linear,
     "gather_rows": _gather_rows,
     "layernorm_mlp": lambda given, **rest: nodes.layernorm_mlp(
         given.value(0),
         given.value(1),
-        (given.layer(2), given.layer(5)),
-        given.vector(4),
+        (given.layer(2), given.layer(4)),
         **rest,
     ),
     "row_moments": lambda given: nodes.row_moments(given.value(0)),

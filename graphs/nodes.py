@@ -663,7 +663,6 @@ def normed_linear(
     x: TensorValue,
     moments: TensorValue,
     weight: Filter,
-    sums: TensorValue,
     *,
     epilogue: str = "none",
     eps: float = 1e-5,
@@ -673,8 +672,7 @@ def normed_linear(
     Args:
         x: [..., C].
         moments: Of its rows, as ``linear_moments`` gives them.
-        weight: Linear weights, the norm's weight and bias in them.
-        sums: Of the weights of each filter, float32 [F].
+        weight: Linear weights, the norm's weight and bias in them; each filter's add up to 0.
         epilogue: What the sums go through; it does not add.
         eps: Added to the variance.
 
@@ -682,10 +680,8 @@ def normed_linear(
         ArgumentError: If shapes or epilogue do not fit.
         DeviceError: If the device has no kernel for the dtype.
     """
-    out = shapes.normed_linear(
-        _type(x), _type(moments), _matrix(weight), None, _type(sums), epilogue=epilogue
-    )
-    values = [x, moments, weight.dense, weight.bias, sums, _host([eps], DType.float32)]
+    out = shapes.normed_linear(_type(x), _type(moments), _matrix(weight), None, epilogue=epilogue)
+    values = [x, moments, weight.dense, weight.bias, _host([eps], DType.float32)]
     return _custom("normed_linear", values, [out], {"epilogue": epilogue})[0]
 
 
@@ -1466,7 +1462,6 @@ def layernorm_mlp(
     x: TensorValue,
     moments: TensorValue,
     weights: tuple[Filter, Filter],
-    sums: TensorValue,
     eps: float = 1e-5,
 ) -> TensorValue:
     """Computes x + linear(gelu(linear(layernorm(x)))) of tokens x[N, T, C]; on Hopper, in 16 bits.
@@ -1476,8 +1471,8 @@ def layernorm_mlp(
     Args:
         x: The tokens.
         moments: Of each, as ``linear_moments`` or ``row_moments`` gives them.
-        weights: Of the linear layers, [C, K] and [K, C]; the norm's are part of the first.
-        sums: Of the first one's weights, float32 [K].
+        weights: Of the linear layers, [C, K] and [K, C]; the norm's are part of the first, whose
+            filters add up to 0 each.
         eps: Added to the variance.
 
     Raises:
@@ -1486,10 +1481,10 @@ def layernorm_mlp(
     """
     first, second = weights
     out = shapes.layernorm_mlp(
-        _type(x), _type(moments), _matrix(first), None, _type(sums), _matrix(second), None
+        _type(x), _type(moments), _matrix(first), None, _matrix(second), None
     )
     hidden = Type((*out.shape[:2], first.shape[3]), out.dtype)
-    values = [x, moments, first.dense, first.bias, sums, second.dense, second.bias]
+    values = [x, moments, first.dense, first.bias, second.dense, second.bias]
     values.append(_host([eps], DType.float32))
     return _custom("layernorm_mlp", values, [out, hidden], {"c": int(out.shape[2])})[0]
 

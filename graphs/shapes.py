@@ -387,7 +387,6 @@ def normed_linear(
     moments: Type,
     weight: Type,
     bias: Type | None,
-    sums: Type,
     *,
     epilogue: str = "none",
     eps: float = 1e-5,
@@ -395,7 +394,6 @@ def normed_linear(
     """Types act(linear(layer_norm(x))), from x[..., C] and the moments of its rows."""
     out = linear(x, weight, bias, epilogue=epilogue)
     _moments("normed_linear", x, moments)
-    _vectors("normed_linear", weight.shape[0], sums=sums)
     return out
 
 
@@ -946,7 +944,6 @@ def layernorm_mlp(
     moments: Type,
     first: Type,
     first_bias: Type | None,
-    sums: Type,
     second: Type,
     second_bias: Type | None,
     *,
@@ -964,7 +961,6 @@ def layernorm_mlp(
             f" but has {list(first.shape[::-1])} and {list(second.shape[::-1])}"
         )
     _moments(name, x, moments)
-    _vectors(name, k, sums=sums)
     return x
 
 
@@ -1588,7 +1584,7 @@ def scale_filter(filter: Type, scale: Type) -> Type:
 
 
 def norm_filter(filter: Type, weight: Type, *, to: str) -> Type:
-    """Types linear weights [F, C] times a norm's weight [C], rounded ``to`` 16 bits."""
+    """Types linear weights [F, C] times a norm's weight [C], centred and rounded ``to`` 16 bits."""
     if to not in HALVES:
         raise ArgumentError(f"norm_filter: rounds to bfloat16 or float16, not {to!r}")
     _vectors("norm_filter", filter.shape[1], weight=weight)
@@ -1598,11 +1594,6 @@ def norm_filter(filter: Type, weight: Type, *, to: str) -> Type:
 def norm_shift(filter: Type, bias: Type, before: Type | None = None) -> Type:
     """Types linear weights [F, C] times a norm's bias [C], and their own bias added: [F]."""
     _vectors("norm_shift", filter.shape[1], bias=bias)
-    return Type(filter.shape[:1], "float32")
-
-
-def filter_sums(filter: Type) -> Type:
-    """Types the sums of linear weights [F, C] over C."""
     return Type(filter.shape[:1], "float32")
 
 
@@ -1682,7 +1673,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "scale_filter": scale_filter,
     "norm_filter": norm_filter,
     "norm_shift": norm_shift,
-    "filter_sums": filter_sums,
     "fake_quantize_filter": fake_quantize_filter,
     "bytes_mean": bytes_mean,
     "bytes_scale": bytes_scale,

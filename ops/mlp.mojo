@@ -34,7 +34,6 @@ struct LayernormMlp:
         moments: InputTensor[dtype=F32, rank=4, ...],
         w1: InputTensor[dtype=z.dtype, rank=1, ...],
         bias1: InputTensor[dtype=F32, rank=1, ...],
-        sums: InputTensor[dtype=F32, rank=1, ...],
         w2: InputTensor[dtype=z.dtype, rank=1, ...],
         bias2: InputTensor[dtype=F32, rank=1, ...],
         eps: InputTensor[dtype=F32, rank=1, ...],
@@ -51,9 +50,9 @@ struct LayernormMlp:
             h: Room for the hidden layer [N, T, K].
             x: Tokens [N, T, C].
             moments: Of the tokens [N, T, C / 32, 2].
-            w1: [K, C], flat, as graphs/arrange.py lays it out for a GPU; so is w2.
+            w1: [K, C], flat, as graphs/arrange.py lays it out for a GPU; so is w2. Those of each number
+                of the hidden layer add up to 0.
             bias1: [K].
-            sums: Of the weights of each number of the hidden layer [K].
             w2: [C, K].
             bias2: [C].
             eps: Added to the variance: one number in host memory.
@@ -68,7 +67,7 @@ struct LayernormMlp:
             return
         var m = z.size() // c
         var k = h.shape()[2]
-        var norm = Norm(data(moments), c, data(sums), data(eps)[unsafe_offset=0])
+        var norm = Norm(data(moments), c, data(eps)[unsafe_offset=0])
         if try_chain[z.dtype, "layernorm_mlp", c, c](
             m,
             k,

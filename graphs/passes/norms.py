@@ -58,19 +58,16 @@ def _normed(
 ) -> list[Node]:
     """Makes the product of a norm, and its weights."""
     weight, bias = (*linear.inputs, "")[1:3]
-    folded, shift, sums = (
-        free(taken, f"{linear.name}.{part}") for part in ("normed", "shift", "sums")
-    )
+    folded, shift = (free(taken, f"{linear.name}.{part}") for part in ("normed", "shift"))
     given = (weight, norm.inputs[2], bias) if bias else (weight, norm.inputs[2])
     attributes = {"to": on.dtype}
     return [
         Node("norm_filter", (weight, norm.inputs[1]), (folded,), attributes, at_load=True),
         Node("norm_shift", given, (shift,), at_load=True),
-        Node("filter_sums", (folded,), (sums,), at_load=True),
         replace(
             linear.with_attributes(eps=norm.attributes.get("eps", EPS)),
             op="normed_linear",
-            inputs=(norm.inputs[0], moments, folded, shift, sums),
+            inputs=(norm.inputs[0], moments, folded, shift),
             layers=(*norm.layers, *linear.layers),
         ),
     ]

@@ -77,7 +77,6 @@ struct NormedLinear:
         moments: InputTensor[dtype=F32, ...],
         w: InputTensor[dtype=y.dtype, rank=1, ...],
         bias: InputTensor[dtype=F32, rank=1, ...],
-        sums: InputTensor[dtype=F32, rank=1, ...],
         eps: InputTensor[dtype=F32, rank=1, ...],
         ctx: DeviceContext,
     ) raises:
@@ -91,9 +90,8 @@ struct NormedLinear:
             y: Result [..., F].
             x: [..., C].
             moments: Of its rows [..., C / 32, 2], as `linear_moments` has them.
-            w: [F, C], flat, as graphs/arrange.py lays it out for a GPU.
+            w: [F, C], flat, as graphs/arrange.py lays it out for a GPU; each filter's add up to 0.
             bias: [F].
-            sums: Of the weights of each filter [F].
             eps: Added to the variance: one number in host memory.
             ctx: The device.
 
@@ -112,5 +110,5 @@ struct NormedLinear:
             Operands[y.dtype](data(x), data(w), data(bias), data(x), data(y)),
             Batch(),
             ctx,
-            norm=Norm(data(moments), c, data(sums), data(eps)[unsafe_offset=0]),
+            norm=Norm(data(moments), c, data(eps)[unsafe_offset=0]),
         )

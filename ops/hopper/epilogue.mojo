@@ -316,7 +316,6 @@ def finish_rows[
     comptime for j in range(columns // EACH):
         comptime column = EACH * j
         var of = Channels[COUNT](alpha, 0)
-        var filter_sums = SIMD[F32, COUNT](0)
         comptime if epilogue.scales:
             # Of columns behind the last filter anything is right; a branch would hold loads up.
             of = tensors.channels[COUNT, sources](
@@ -325,14 +324,11 @@ def finish_rows[
         elif not by_row:
             if f0 + Int32(column) + mine < f:
                 of = tensors.channels[COUNT, sources](alpha, f0 + Int32(column) + mine)
-                comptime if epilogue.normalizes:
-                    filter_sums = tensors.norm[0].sums_of[COUNT](f0 + Int32(column) + mine)
         comptime for half in range(2):
             comptime if by_row:
                 of.bias = SIMD[F32, COUNT](biases[half])
-            var here = of
             comptime if epilogue.normalizes:
-                here = norm.channels[half](of, filter_sums)
+                of.scale = SIMD[F32, COUNT](norm.scale[half])
             var row = UInt32(at.row()) + UInt32(8 * half)
             var byte = (UInt32(column % WIDTH) + UInt32(mine)) * UInt32(size_of[dtype]())
             var place = to + UInt32(column // WIDTH * pitch) + row * UInt32(bytes)
@@ -342,7 +338,7 @@ def finish_rows[
             comptime if epilogue.joins:
                 residual = _load[dtype, COUNT](place)
             var sum = _sums[COUNT, first // EACH + j, half](sums)
-            var y = apply[epilogue, dtype](sum, here, residual, tensors.residual_scale())
+            var y = apply[epilogue, dtype](sum, of, residual, tensors.residual_scale())
             _store(place, tensors.rounded[epilogue](y))
 
 
@@ -800,28 +796,6 @@ struct Outputs[count: Int](TrivialRegisterPassable):
         return Int(self.pixel_of(i)) * Int(self.filters) + Int(self.f0 + self.column_of(i))
 
     @always_inline
-    def load_sums[
-        epilogue: Epilogue
-    ](self, tensors: EpilogueTensors[_, 1, _, _]) -> StaticTuple[SIMD[F32, 2], Self.count // 2]:
-        """Reads the sums of the weights of the pairs' filters.
-
-        Parameters:
-            epilogue: What the sums go through; unless it normalises nothing is read.
-
-        Args:
-            tensors: Of the product.
-
-        Returns:
-            Of every second pair: the other is of the same filters.
-        """
-        var sums = StaticTuple[SIMD[F32, 2], Self.count // 2](fill=SIMD[F32, 2](0))
-        comptime if epilogue.normalizes:
-            comptime for i in range(Self.count // 2):
-                var f = min(self.f0 + self.column_of(2 * i), self.filters - 2)
-                sums[i] = tensors.norm[0].sums_of[2](f)
-        return sums
-
-    @always_inline
     def load_residual[
         dtype: DType, epilogue: Epilogue
     ](self, tensors: EpilogueTensors[dtype, 1, _, _]) -> StaticTuple[SIMD[dtype, 2], Self.count]:
@@ -859,7 +833,6 @@ def finish_pairs[
     bias: UInt32,
     residual: StaticTuple[SIMD[dtype, 2], count],
     norm: RowNorm,
-    filter_sums: StaticTuple[SIMD[F32, 2], count // 2],
 ):
     """Finishes pairs of sums and stores them in y.
 
@@ -877,7 +850,6 @@ def finish_pairs[
         bias: Address in shared memory of the bias of the tile's first filter.
         residual: What `Outputs.load_residual` has read.
         norm: Of the thread's two rows, if the epilogue normalises.
-        filter_sums: What `Outputs.load_sums` has read, likewise.
     """
     comptime PAIRS = 2 * GROUP // 8
     """Pairs of a thread in a group of columns."""
@@ -891,7 +863,7 @@ def finish_pairs[
         if stores or epilogue.measures:  # whose threads meet
             var of = Channels[2](alpha, shared_load2(bias + 4 * UInt32(to.column_of(i))))
             comptime if epilogue.normalizes:
-                of = norm.channels[i % 2](of, filter_sums[i // 2])
+                of.scale = SIMD[F32, 2](norm.scale[i % 2])
             var y = apply[epilogue, dtype](
                 SIMD[F32, 2](sums[2 * i], sums[2 * i + 1]), of, residual[i].cast[F32]()
             ).cast[dtype]()

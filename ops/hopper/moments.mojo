@@ -1,11 +1,11 @@
 """A layer norm between two products, without a launch of its own.
 
     y[m, f] = act(norm(x)[m] w[f] + bias[f]),   norm(x)[m] = (x[m] - mean[m]) rstd[m]
-            = act(rstd[m] (x[m] w[f] - mean[m] sums[f]) + bias[f]),   sums[f] = sum_c w[f, c]
+            = act(rstd[m] x[m] w[f] + bias[f]),   since sum_c w[f, c] = 0
 
 The product that makes x leaves the moments of its rows (`RowSums`), and the one behind it
-multiplies x as it is: mean and deviation of a row enter in the epilogue (`RowNorm`). Weight and bias of
-the norm are part of w and bias.
+multiplies x as it is: rstd of a row enters in the epilogue (`RowNorm`). Weight and bias of the norm
+are part of w and bias, and the weights of a filter add up to 0 (`norm_filter` of graphs/constants.py).
 
 The moments are the sums of each 32 columns and of their squares, [M, C / 32, 2] in float32. So whoever has 32
 columns of a row needs nobody else's. A variance is the mean of the squares less the square of the
@@ -19,7 +19,6 @@ from std.math import rsqrt
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
-from ..epilogue import Channels
 from ..functions import relu
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data
@@ -42,75 +41,29 @@ struct RowNorm(TrivialRegisterPassable):
     var shift: SIMD[F32, 2]
     """-mean * scale."""
 
-    @always_inline
-    def channels[
-        width: SIMDLength, //, half: Int
-    ](self, of: Channels[width], sums: SIMD[F32, width]) -> Channels[width]:
-        """Computes what the sums of a row are multiplied by, and what is added to them.
-
-        Parameters:
-            width: Channels.
-            half: Which of the thread's two rows.
-
-        Args:
-            of: Has the bias of each.
-            sums: Of the filters.
-
-        Returns:
-            Scale and bias of each.
-        """
-        var shift = SIMD[F32, width](self.shift[half])
-        return Channels(SIMD[F32, width](self.scale[half]), sums.fma(shift, of.bias))
-
 
 struct Norm(KernelArgument, TrivialRegisterPassable):
-    """The moments of a matrix's rows, and what else the product with norm(x) needs."""
+    """The moments of a matrix's rows, and what is added to their variance."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""
 
     var moments: Data[F32]
     """[M, C / 32, 2]."""
-    var sums: Data[F32]
-    """[F], of the weights of each filter; read where x is normalised."""
     var groups: Int32
     """C / 32."""
     var eps: Float32
     """Added to the variance."""
 
-    def __init__(
-        out self,
-        moments: Data[F32],
-        columns: Int,
-        sums: Optional[Data[F32]] = None,
-        eps: Float32 = 0,
-    ):
-        """Names the tensors.
+    def __init__(out self, moments: Data[F32], columns: Int, eps: Float32 = 0):
+        """Names the tensor.
 
         Args:
             moments: Of the rows.
             columns: C, a multiple of 32.
-            sums: Of the weights of each filter; none where the moments are written.
             eps: Added to the variance.
         """
         self.moments, self.groups, self.eps = moments, Int32(columns // GROUP), eps
-        self.sums = sums.or_else(moments)
-
-    @always_inline
-    def sums_of[width: SIMDLength](self, f: Int32) -> SIMD[F32, width]:
-        """Loads the sums of the weights of neighbouring filters.
-
-        Parameters:
-            width: Filters.
-
-        Args:
-            f: The first, a multiple of `width`.
-
-        Returns:
-            Of each.
-        """
-        comptime align = min(16, 4 * Int(width))
-        return self.sums.unsafe_load[width=width, alignment=align](Int(f))
 
 
 struct RowMoments(TrivialRegisterPassable):

@@ -305,7 +305,6 @@ def consume_tile[
     )
     comptime if config.split:
         cluster_wait()
-    var filter_sums = outputs.load_sums[epilogue](tensors)
     # No stage is filled twice, and all filters have come before x does.
     var count = steps.count()
     var resident = count <= Int32(storage.w.stages)
@@ -342,9 +341,8 @@ def consume_tile[
             storage.bias,
             residual,
             norm,
-            filter_sums,
         )
     else:
         finish_pairs[dtype, epilogue](
-            outputs, at, tensors, sums, problem.alpha, storage.bias, residual, norm, filter_sums
+            outputs, at, tensors, sums, problem.alpha, storage.bias, residual, norm
         )

@@ -181,14 +181,19 @@ def _linear_moments(x: Tensor, weight: Tensor, bias: Any, residual: Tensor) -> t
     return y, _row_moments(y)
 
 
+def _norm_filter(filter: Tensor, weight: Tensor, *, to: str) -> Tensor:
+    """Multiplies and centres; what is not rounded adds up to 0 then."""
+    y = filter * weight
+    return y - y.mean(1, keepdim=True)
+
+
 def _normed_linear(
-    x: Tensor, moments: Tensor, weight: Tensor, bias: Any, sums: Tensor, *, epilogue: str = "none",
+    x: Tensor, moments: Tensor, weight: Tensor, bias: Any = None, *, epilogue: str = "none",
     eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    """Multiplies x as it is: mean and deviation of a row are in its moments alone."""
+    """Multiplies x as it is: a row's deviation is in its moments alone, its mean has no weight."""
     mean, squares = (moments.sum(-2) / x.shape[-1]).unsqueeze(-2).unbind(-1)
-    product = F.linear(x, weight) - mean * sums
-    y = product * (squares - mean.square() + eps).rsqrt()
+    y = F.linear(x, weight) * (squares - mean.square() + eps).rsqrt()
     return _end(y if bias is None else y + bias, None, epilogue)
 
 
@@ -439,10 +444,10 @@ def _gather_rows(
 
 
 def _layernorm_mlp(
-    x: Tensor, moments: Tensor, first: Tensor, first_bias: Any, sums: Tensor, second: Tensor,
+    x: Tensor, moments: Tensor, first: Tensor, first_bias: Any, second: Tensor,
     second_bias: Any, *, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    y = _normed_linear(x, moments, first, first_bias, sums, epilogue="gelu", eps=eps)
+    y = _normed_linear(x, moments, first, first_bias, epilogue="gelu", eps=eps)
     return x + F.linear(y, second, second_bias)
 
 
@@ -736,9 +741,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "batch_norm_scale": lambda weight, var, *, eps: weight / (var + eps).sqrt(),
     "batch_norm_shift": _shift,
     "scale_filter": lambda filter, scale: filter * scale.reshape(-1, *(1,) * (filter.ndim - 1)),
-    "norm_filter": lambda filter, weight, *, to: filter * weight,  # floats are not rounded here
+    "norm_filter": _norm_filter,
     "norm_shift": _norm_shift,
-    "filter_sums": lambda filter: filter.sum(1),
     "pointwise": _pointwise,
     "foreach": _foreach,
     "conv2d_shortcut": _shortcut,

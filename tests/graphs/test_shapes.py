@@ -403,35 +403,28 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     ),
     "linear_moments: does not take": ("linear_moments", (TOKENS, Type((32, 4))), {}),
     r"normed_linear: expects moments \[..., C / 32, 2\] of .*5, 64\] but has \[batch, 5, 64\]": (
-        "normed_linear", (ROWS, ROWS, Type((7, 64)), None, Type((7,))), {},
+        "normed_linear", (ROWS, ROWS, Type((7, 64)), None), {},
     ),
     r"normed_linear: expects moments .* but has \[batch, 5, 2, 2\]": (
         "normed_linear",
-        (ROWS, MOMENTS._replace(dtype="bfloat16"), Type((7, 64)), None, Type((7,))), {},
+        (ROWS, MOMENTS._replace(dtype="bfloat16"), Type((7, 64)), None), {},
     ),
     "row_moments: expects rows of a multiple of 32 but has 9": (
-        "normed_linear", (X, MOMENTS, Type((7, 9)), None, Type((7,))), {},
-    ),
-    r"normed_linear: sums expects the shape \[7\] but has \[64\]": (
-        "normed_linear", (ROWS, MOMENTS, Type((7, 64)), None, Type((64,))), {},
+        "normed_linear", (X, MOMENTS, Type((7, 9)), None), {},
     ),
     "linear: epilogue 'add' expects a residual": (
-        "normed_linear", (ROWS, MOMENTS, Type((7, 64)), None, Type((7,))), {"epilogue": "add"},
+        "normed_linear", (ROWS, MOMENTS, Type((7, 64)), None), {"epilogue": "add"},
     ),
     r"layernorm_mlp: expects moments .* but has \[batch, 5, 1, 2\]": (
         "layernorm_mlp",
-        (ROWS, Type((BATCH, 5, 1, 2)), Type((9, 64)), None, Type((9,)), Type((64, 9)), None), {},
-    ),
-    r"layernorm_mlp: sums expects the shape \[9\] but has \[64\]": (
-        "layernorm_mlp",
-        (ROWS, MOMENTS, Type((9, 64)), None, Type((64,)), Type((64, 9)), None), {},
+        (ROWS, Type((BATCH, 5, 1, 2)), Type((9, 64)), None, Type((64, 9)), None), {},
     ),
     r"layernorm_mlp: expects weights \[64, K\] and \[K, 64\] but has \[64, 9\] and \[8, 64\]": (
         "layernorm_mlp",
-        (ROWS, MOMENTS, Type((9, 64)), None, Type((9,)), Type((64, 8)), None), {},
+        (ROWS, MOMENTS, Type((9, 64)), None, Type((64, 8)), None), {},
     ),
     r"layernorm_mlp: expects tokens x\[N, T, C\] but x has \[batch, 6, 8, 9\]": (
-        "layernorm_mlp", (X, MOMENTS, Type((7, 9)), None, Type((7,)), Type((9, 7)), None), {},
+        "layernorm_mlp", (X, MOMENTS, Type((7, 9)), None, Type((9, 7)), None), {},
     ),
     "norm_filter: rounds to bfloat16 or float16, not 'float32'": (
         "norm_filter", (Type((7, 64)), Type((64,))), {"to": "float32"},
@@ -442,7 +435,6 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     r"norm_shift: bias expects the shape \[64\] but has \[7\]": (
         "norm_shift", (Type((7, 64)), Type((7,))), {},
     ),
-    "filter_sums: does not take": ("filter_sums", (Type((7, 64)), Type((64,))), {}),
     r"gather_rows: \[2, 3\] and \[5\] are not 5 rows": (
         "gather_rows", (TOKENS,),
         {"size": (2, 3), "shifts": (0, 0), "shape": (5,), "axes": (0,), "rolls_first": True},
@@ -502,7 +494,7 @@ def test_moments_are_float32_and_those_of_groups_of_columns() -> None:
     given = (Type((BATCH, 3, 5, 8), "float16"), Type((96, 8)), Type((96,)), residual)
     wanted = [residual, Type((BATCH, 3, 5, 3, 2))]
     assert infer("linear_moments", given, {}) == wanted
-    weights = (Type((7, 64)), Type((7,)), Type((7,)))
+    weights = (Type((7, 64)), Type((7,)))
     y = one("normed_linear", ROWS, MOMENTS, *weights, epilogue="gelu", eps=1e-6)
     assert y == Type((BATCH, 5, 7), "bfloat16")
     assert one("layernorm_mlp", ROWS, MOMENTS, *weights, Type((64, 7)), None, eps=1e-6) == ROWS
@@ -513,7 +505,6 @@ def test_what_a_norm_becomes_at_load_is_float32() -> None:
     assert one("norm_filter", filter, vector, to="float16") == Type((7, 64))
     assert one("norm_shift", filter, vector) == Type((7,))
     assert one("norm_shift", filter, vector, Type((7,))) == Type((7,))
-    assert one("filter_sums", filter) == Type((7,))
 
 
 @pytest.mark.parametrize("said", MISTAKES)

@@ -485,9 +485,8 @@ def test_errors_of_norms_between_layers_name_the_shapes() -> None:
     shapes = (["n", 9, 64], ["n", 9, 2, 2], ["n", 9, 64, 1], ["n", 9, 40])
     with graph_of(*shapes) as graph:
         x, moments, other, narrow = (value.tensor for value in graph.inputs)
-        w = weights(a_weight=(64, 32), b_weight=(64, 40), c_weight=(40, 32), sums=(32,), few=(9,))
+        w = weights(a_weight=(64, 32), b_weight=(64, 40), c_weight=(40, 32))
         a, b, c = (w.filter(name) for name in "abc")
-        sums, few = w.vector("sums"), w.vector("few")
         with pytest.raises(ArgumentError, match=r"rows of a multiple of 32 but has 40"):
             nodes.row_moments(narrow)
         with pytest.raises(ArgumentError, match=r"expects C=40 but input x\[..., C\] has C=64"):
@@ -497,33 +496,28 @@ def test_errors_of_norms_between_layers_name_the_shapes() -> None:
         with pytest.raises(ArgumentError, match=r"rows of a multiple of 32 but has 40"):
             nodes.linear_moments(x, b, narrow)
         with pytest.raises(ArgumentError, match=r"expects C=40 but input x\[..., C\] has C=64"):
-            nodes.normed_linear(x, moments, c, sums)
+            nodes.normed_linear(x, moments, c)
         with pytest.raises(ArgumentError, match=r"moments .* of \[n, 9, 64\] but has .*9, 64, 1"):
-            nodes.normed_linear(x, other, a, sums)
-        with pytest.raises(ArgumentError, match=r"sums expects the shape \[32\] but has \[9\]"):
-            nodes.normed_linear(x, moments, a, few)
+            nodes.normed_linear(x, other, a)
         with pytest.raises(ArgumentError, match="epilogue 'add' expects a residual"):
-            nodes.normed_linear(x, moments, a, sums, epilogue="add")
+            nodes.normed_linear(x, moments, a, epilogue="add")
         with pytest.raises(ArgumentError, match=r"epilogue must be none, add.* but is 'swish'"):
-            nodes.normed_linear(x, moments, a, sums, epilogue="swish")
+            nodes.normed_linear(x, moments, a, epilogue="swish")
 
 
 def test_errors_of_layernorm_mlp_name_the_shapes() -> None:
     with graph_of(["n", 9, 64], ["n", 64], ["n", 9, 2, 2], ["n", 8, 2, 2]) as graph:
         x, flat, moments, other = (value.tensor for value in graph.inputs)
-        w = weights(a_weight=(64, 20), b_weight=(20, 64), sums=(20,), few=(9,))
+        w = weights(a_weight=(64, 20), b_weight=(20, 64))
         a, b = w.filter("a"), w.filter("b")
-        sums, few = w.vector("sums"), w.vector("few")
         with pytest.raises(ArgumentError, match=r"tokens x\[N, T, C\] but x has .*64"):
-            nodes.layernorm_mlp(flat, moments, (a, b), sums)
+            nodes.layernorm_mlp(flat, moments, (a, b))
         with pytest.raises(
             ArgumentError, match=r"moments .* of \[n, 9, 64\] but has \[n, 8, 2, 2\]"
         ):
-            nodes.layernorm_mlp(x, other, (a, b), sums)
-        with pytest.raises(ArgumentError, match=r"sums expects the shape \[20\] .* has .*9"):
-            nodes.layernorm_mlp(x, moments, (a, b), few)
+            nodes.layernorm_mlp(x, other, (a, b))
         with pytest.raises(ArgumentError, match=r"\[64, K\] and \[K, 64\] but has \[20, 64\]"):
-            nodes.layernorm_mlp(x, moments, (b, a), sums)
+            nodes.layernorm_mlp(x, moments, (b, a))
 
 
 def test_errors_of_squeeze_excite_name_the_shapes() -> None:

@@ -431,19 +431,16 @@ class Norm:
 
     Attributes:
         moments: Of the rows of x [M, C / 32, 2], which the kernel ahead writes; or of y, an output.
-        sums: Of the weights of each filter; None if moments are written.
-        eps: Added to the variance.
+        eps: Added to the variance; None if moments are written.
     """
 
     moments: Array
-    sums: Array | None = None
-    eps: float = 0
+    eps: float | None = None
 
     def packed(self, memory: Tensors) -> bytes:
         """Gives the argument; ``moments`` becomes the kernel's view of them."""
-        at, self.moments = held(memory, self.moments, late=self.sums is not None)
-        sums = at if self.sums is None else memory.add(self.sums)
-        return pack("2Qif", at, sums, self.moments.shape[1], self.eps)
+        at, self.moments = held(memory, self.moments, late=self.eps is not None)
+        return pack("Qif", at, self.moments.shape[1], self.eps or 0)
 
 
 def windows(x: Array, g: Conv, rows: int, width: int, out: tuple[int, int] | None = None) -> Im2col:
