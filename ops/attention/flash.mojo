@@ -462,7 +462,7 @@ def flash_kernel[
                 masks[r] = TileMask[dtype, mask, KEYS](
                     tensors,
                     sizes,
-                    Fragment(Int32(thread_idx.x)),
+                    Fragment(lane=lane),
                     n=place.n,
                     head=place.head,
                     query=first + Int32(16 * r) + (lane >> 2),

@@ -13,6 +13,7 @@ hold such sums, 16 rows x 16 columns of each warp at a time (ldmatrix, stmatrix)
 the copy engine leaves them: in boxes of 64 rows of 128 bytes, swizzled.
 """
 
+from max.gpu.primitives import warp
 from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
@@ -30,12 +31,34 @@ Parameters:
 """
 
 
-@fieldwise_init
 struct Fragment(TrivialRegisterPassable):
     """A thread's place in its warpgroup's sums."""
 
     var t: Int32
     """The thread, counted from the block's first warpgroup."""
+    var _group: Int32
+
+    @always_inline
+    def __init__(out self, t: Int32):
+        """Finds a thread's place; all threads of its warp do so together.
+
+        What a lane tells a whole warp is uniform, as far as the compiler knows, and what follows from
+        it, such as a consumer's stages and their descriptors, stays in uniform registers. From
+        t // 128 it would be computed in each lane and moved there before each product.
+
+        Args:
+            t: The thread, counted from the block's first warpgroup.
+        """
+        self.t, self._group = t, warp.shuffle_idx(t // Int32(WARPGROUP), 0)
+
+    @always_inline
+    def __init__(out self, *, lane: Int32):
+        """Finds a thread's place in a warp that has nothing to do with others.
+
+        Args:
+            lane: The thread's number in its warp.
+        """
+        self.t, self._group = lane, 0
 
     @always_inline
     def group(self) -> Int32:
@@ -44,7 +67,7 @@ struct Fragment(TrivialRegisterPassable):
         Returns:
             From 0 on.
         """
-        return self.t // Int32(WARPGROUP)
+        return self._group
 
     @always_inline
     def leads(self) -> Bool:
