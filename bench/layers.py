@@ -43,7 +43,7 @@ FILTERS = {
     "quantized_qkv_linear": (3, 5, 7),
     "linear_moments": (1,),
     "normed_linear": (2,),
-    "layernorm_mlp": (2, 5),
+    "layernorm_mlp": (2, 4),
     "squeeze_excite": (1, 3),
     "depthwise_qkv": (3, 5, 7),
     "stem_maxpool": (3,),
@@ -52,7 +52,7 @@ FILTERS = {
 }
 """Which inputs of an op are filters or linear weights; the bias of each is the next one."""
 NORMED = ("normed_linear", "layernorm_mlp")
-"""Ops that read moments behind x, then weights that a norm is part of, their bias, their sums."""
+"""Ops that read moments behind x, then weights that a norm is part of."""
 
 
 class Operand(NamedTuple):
@@ -154,10 +154,9 @@ class Layer:
                 found[i] = rng.standard_normal(shape, np.float32)
             else:
                 found[i] = rng.uniform(0.5, 1.5, shape).astype(np.float32)
-        if self.op in NORMED:  # the sums of the numbers that are multiplied
+        if self.op in NORMED:
             whole = np.ones(found[2].shape[1], np.float32)
             found[2] = EVALUATE["norm_filter"](found[2], whole, to=self.dtype)
-            found[4] = EVALUATE["filter_sums"](found[2])
         return found
 
     def flops(self, batch: int) -> float:

@@ -403,7 +403,7 @@ def _normed_linear(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.T
 
 def _mlp(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
     h = _normed_linear(layer, x, w, whole)
-    z = F.linear(F.gelu(h), w[5], _bias(w, 6, whole))
+    z = F.linear(F.gelu(h), w[4], _bias(w, 5, whole))
     return x[0] + z if whole else z
 
 

@@ -310,28 +310,28 @@ def test_norms_between_layers_are_described() -> None:
     _, measured, normed, _, _, moments, mlp = (node.layer for node in nodes)
     rows, groups = 3 * 5, 2 * 2 * 4  # the bytes of a row's moments
     assert measured.traffic(3) == rows * (2 * 3 * 64 + groups) + 2 * 64 * 64 + 4 * 64
-    assert normed.traffic(3) == rows * (2 * (64 + 96) + groups) + 2 * 96 * 64 + 4 * 2 * 96
+    assert normed.traffic(3) == rows * (2 * (64 + 96) + groups) + 2 * 96 * 64 + 4 * 96
     assert moments.traffic(3) == rows * (2 * 64 + groups)
-    assert mlp.traffic(3) == rows * (2 * 2 * 64 + groups) + 2 * 2 * 128 * 64 + 4 * (2 * 128 + 64)
+    assert mlp.traffic(3) == rows * (2 * 2 * 64 + groups) + 2 * 2 * 128 * 64 + 4 * (128 + 64)
 
 
-def test_sums_are_those_of_the_weights_that_are_drawn() -> None:
+def test_weights_behind_a_norm_are_drawn_as_it_leaves_them() -> None:
     nodes = on_hopper(nets.program(block, 5, 64).retyped({"x": "bfloat16"}))
-    for op, places in {"normed_linear": {2, 3, 4}, "layernorm_mlp": {2, 3, 4, 5, 6}}.items():
+    for op, places in {"normed_linear": {2, 3}, "layernorm_mlp": {2, 3, 4, 5}}.items():
         (layer,) = (node.layer for node in nodes if node.layer.op == op)
         drawn = layer.weights(np.random.default_rng(0))
         assert set(drawn) == places
         rounded = torch.from_numpy(drawn[2]).bfloat16()
         assert torch.equal(rounded.float(), torch.from_numpy(drawn[2]))
-        np.testing.assert_allclose(drawn[4], rounded.double().sum(1), 1e-6)
-        assert [drawn[i].shape for i in (2, 3, 4)] == [(len(rounded), 64), *[(len(rounded),)] * 2]
+        assert rounded.double().sum(1).abs().max() < 1e-5
+        assert [drawn[i].shape for i in (2, 3)] == [(len(rounded), 64), (len(rounded),)]
     module, parameters, _ = layer_module(
         [node.layer for node in nodes[1:]], PLACES["gpu"], DType.bfloat16, 2
     )
     found = re.findall(r'symbol = "(\w+)"', str(module.mlir_module))
     wanted = ["linear_moments", "normed_linear", "bmm", "softmax", "row_moments", "layernorm_mlp"]
     assert Counter(found) == dict.fromkeys(wanted, 2)
-    assert {each.shape for name, each in parameters.bound.items() if name.endswith("1.4")} == {
+    assert {each.shape for name, each in parameters.bound.items() if name.endswith("1.3")} == {
         (96,), (128,)
     }  # fmt: skip
 
