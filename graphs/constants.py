@@ -92,19 +92,19 @@ def scale_filter(filters: Array, scale: Array) -> Array:
 def norm_filter(filters: Array, weight: Array, *, to: str) -> Array:
     """Multiplies linear weights [F, C] by a norm's weight [C], less a constant of each filter.
 
-    Rows that are normalised add up to 0, so such a constant changes no product with them. It is the
-    one with which the weights, rounded to a dtype of 16 bits, add up to 0 as well. Then rows need not
-    be centred before the product either: it does not see their mean.
+    Rows that are normalised add up to 0, so such a constant changes no product with them. It is
+    the one with which the weights, rounded to a dtype of 16 bits, add up to 0 as well. Then rows
+    need not be centred before the product: it does not see their mean.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         exact = filters.astype(np.float64) * weight
         centred = (exact - exact.mean(1, keepdims=True)).astype(np.float32)
         level = np.zeros((len(centred), 1))
-        for _ in range(ROUNDINGS):
+        for _ in range(3):  # once more would leave as much
             found = halves(centred - level.astype(np.float32), to)
             rest = found.sum(1, dtype=np.float64, keepdims=True)
             level += rest / found.shape[1]
-        # Small weights take the last of it: they are rounded to the finest steps.
+        # The smallest weights take what is left: they are rounded to the finest steps.
         for _ in range(2):
             least = np.abs(found).argmin(1)[:, None]
             last = np.take_along_axis(found, least, 1) - rest.astype(np.float32)
@@ -129,9 +129,6 @@ def norm_shift(filters: Array, bias: Array, before: Array | None = None) -> Arra
         shift: Array = filters.astype(np.float64) @ bias.astype(np.float64)
         return shift if before is None else shift + before
 
-
-ROUNDINGS = 3
-"""How often ``norm_filter`` rounds: with each what is left of the sum of 384 weights is about halved."""
 
 LEVELS = {"int8": 127, FLOAT8: 448}
 """The largest number in 8 bits of a filter whose scale is its own; the least is its negative."""
