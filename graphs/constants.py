@@ -92,15 +92,16 @@ def scale_filter(filters: Array, scale: Array) -> Array:
 def norm_filter(filters: Array, weight: Array, *, to: str) -> Array:
     """Multiplies linear weights [F, C] by a norm's weight [C], less a constant of each filter.
 
-    Rows that are normalised add up to 0, so such a constant changes no product with them. It is
-    the one with which the weights, rounded to a dtype of 16 bits, add up to 0 as well. Then rows
-    need not be centred before the product: it does not see their mean.
+    Rows that are normalised add up to 0, so taking a constant from a filter changes no product
+    with them. The constant is chosen so that the weights, rounded to a dtype of 16 bits, nearly add
+    up to 0 as well. Then rows need not be centred before the product: it does not depend on their
+    mean. Gives [F, C] in float32, numbers of the dtype ``to``.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         exact = filters.astype(np.float64) * weight
         centred = (exact - exact.mean(1, keepdims=True)).astype(np.float32)
         level = np.zeros((len(centred), 1))
-        for _ in range(3):  # once more would leave as much
+        for _ in range(3):  # a fourth time would not leave less
             found = halves(centred - level.astype(np.float32), to)
             rest = found.sum(1, dtype=np.float64, keepdims=True)
             level += rest / found.shape[1]
@@ -114,7 +115,7 @@ def norm_filter(filters: Array, weight: Array, *, to: str) -> Array:
 
 
 def halves(x: Array, to: str) -> Array:
-    """Rounds float32 to bfloat16 or float16, to nearest even."""
+    """Rounds float32 of any shape to bfloat16 or float16, to nearest even; gives float32."""
     if to == "float16":
         return x.astype(np.float16).astype(np.float32)
     bits = x.view(np.uint32)

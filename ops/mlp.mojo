@@ -50,8 +50,8 @@ struct LayernormMlp:
             h: Room for the hidden layer [N, T, K].
             x: Tokens [N, T, C].
             moments: Of the tokens [N, T, C / 32, 2].
-            w1: [K, C], flat, as graphs/arrange.py lays it out for a GPU; so is w2. Those of each number
-                of the hidden layer add up to 0.
+            w1: [K, C], flat, as graphs/arrange.py lays it out for a GPU; so is w2. The weights
+                of w1 for each hidden number add up to 0.
             bias1: [K].
             w2: [C, K].
             bias2: [C].

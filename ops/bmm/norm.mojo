@@ -90,7 +90,7 @@ struct NormedLinear:
             y: Result [..., F].
             x: [..., C].
             moments: Of its rows [..., C / 32, 2], as `linear_moments` has them.
-            w: [F, C], flat, as graphs/arrange.py lays it out for a GPU; each filter's add up to 0.
+            w: [F, C], flat, as graphs/arrange.py lays it out for a GPU; each filter's weights add up to 0.
             bias: [F].
             eps: Added to the variance: one number in host memory.
             ctx: The device.

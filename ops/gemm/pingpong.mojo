@@ -18,7 +18,7 @@ stage's last contents had come: its predecessor has waited for them before it pa
 Takes as many steps of K as leave room for `FEWEST` stages: 6 of 192 filters, 10 of 128. Bound by
 device memory where K is short. With 384 channels the products of 128 filters take 1,900 cycles, as
 shared memory is busy, and 2,450 beside other tiles' GELU (H100, clocks read in the kernel; at best
-1,536): an instruction costs about a cycle of the products beside it (docs/kernels.md).
+1,536). Each instruction of GELU costs the products beside it about a cycle (docs/kernels.md).
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx

@@ -35,16 +35,17 @@ struct Fragment(TrivialRegisterPassable):
     """A thread's place in its warpgroup's sums."""
 
     var t: Int32
-    """The thread, counted from the block's first warpgroup."""
+    """The thread, counted from the block's first warpgroup; or the lane of a warp that works alone."""
     var _group: Int32
+    """The warpgroup."""
 
     @always_inline
     def __init__(out self, t: Int32):
         """Finds a thread's place; all threads of its warp do so together.
 
-        What a lane tells a whole warp is uniform, as far as the compiler knows, and what follows from
-        it, such as a consumer's stages and their descriptors, stays in uniform registers. From
-        t // 128 it would be computed in each lane and moved there before each product.
+        The compiler takes what is shuffled from one lane as uniform, so what derives from it, such as a
+        consumer's stages and their descriptors, stays in uniform registers. Derived from t // 128 it
+        would be computed in each lane, and moved to uniform registers before each product.
 
         Args:
             t: The thread, counted from the block's first warpgroup.
@@ -53,7 +54,7 @@ struct Fragment(TrivialRegisterPassable):
 
     @always_inline
     def __init__(out self, *, lane: Int32):
-        """Finds a thread's place in a warp that has nothing to do with others.
+        """Finds a thread's place in a warp that works alone, as in group 0.
 
         Args:
             lane: The thread's number in its warp.

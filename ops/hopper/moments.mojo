@@ -4,7 +4,7 @@
             = act(rstd[m] x[m] w[f] + bias[f]),   since sum_c w[f, c] = 0
 
 The product that makes x leaves the moments of its rows (`RowSums`), and the one behind it
-multiplies x as it is: rstd of a row enters in the epilogue (`RowNorm`). Weight and bias of the norm
+multiplies x as it is: its epilogue scales each row by rstd (`RowNorm`). Weight and bias of the norm
 are part of w and bias, and the weights of a filter add up to 0 (`norm_filter` of graphs/constants.py).
 
 The moments are the sums of each 32 columns and of their squares, [M, C / 32, 2] in float32. So whoever has 32
