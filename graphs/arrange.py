@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 from max.dtype import DType
 
-from maxvision.graphs.constants import e4m3_bits
+from maxvision.graphs.constants import bfloat16_bits, e4m3_bits
 from maxvision.graphs.shapes import Padding, Pair, pair, sides
 
 PANEL = 64
@@ -33,8 +33,7 @@ def rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
     Of bfloat16 and floats of 8 bits it gives the bits, in uint16 and uint8.
     """
     if dtype == DType.bfloat16:
-        bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return bfloat16_bits(np.ascontiguousarray(array, np.float32))
     if dtype == DType.float8_e4m3fn:
         return e4m3_bits(np.ascontiguousarray(array))
     return np.ascontiguousarray(array, dtype.to_numpy())

@@ -108,9 +108,10 @@ def norm_filter(filters: Array, weight: Array, *, to: str) -> Array:
         # The smallest weights take what is left: they are rounded to the finest steps.
         for _ in range(2):
             least = np.abs(found).argmin(1)[:, None]
-            last = np.take_along_axis(found, least, 1) - rest.astype(np.float32)
-            np.put_along_axis(found, least, halves(last, to), 1)
-            rest = found.sum(1, dtype=np.float64, keepdims=True)
+            before = np.take_along_axis(found, least, 1)
+            after = halves(before - rest.astype(np.float32), to)
+            np.put_along_axis(found, least, after, 1)
+            rest += after.astype(np.float64) - before
     return found
 
 
@@ -118,10 +119,15 @@ def halves(x: Array, to: str) -> Array:
     """Rounds float32 of any shape to bfloat16 or float16, to nearest even; gives float32."""
     if to == "float16":
         return x.astype(np.float16).astype(np.float32)
-    bits = x.view(np.uint32)
-    upper = bits + (0x7FFF + ((bits >> 16) & 1))
-    found: Array = (upper & np.uint32(0xFFFF0000)).view(np.float32)
+    found = (bfloat16_bits(x).astype(np.uint32) << 16).view(np.float32)
     return np.where(np.isnan(x), x, found)
+
+
+def bfloat16_bits(x: Array) -> Array:
+    """Gives the bits of float32 rounded to bfloat16, to nearest even, in uint16; not of NaN."""
+    bits = x.view(np.uint32)
+    upper: Array = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return upper
 
 
 def norm_shift(filters: Array, bias: Array, before: Array | None = None) -> Array:

@@ -56,7 +56,7 @@ from .hopper import filter_map, several
 
 
 comptime BLOCKS = 2
-"""Blocks that a multiprocessor holds at a time; it bounds the registers."""
+"""Blocks that a multiprocessor holds at least; it bounds the registers."""
 comptime ROOM = 113 * 1024
 """Bytes of shared memory that a block may take: as many as leave room for another block."""
 comptime LEAST = 57 * 1024

@@ -17,7 +17,7 @@ from max.graph import DeviceRef, Graph, TensorType
 
 from maxvision.graphs import nodes, passes
 from maxvision.graphs.backend import Backend
-from maxvision.graphs.constants import Constants
+from maxvision.graphs.constants import Constants, norm_filter
 from maxvision.graphs.cvt import CvtStage
 from maxvision.graphs.elementwise import ELEMENTWISE
 from maxvision.graphs.lower import EMIT, OTHERS, Canonical, backend, bind, emit, lower
@@ -390,9 +390,8 @@ def test_the_weights_of_a_norm_are_in_those_of_the_layer_behind(dtype: str) -> N
         rows = rows.view(torch.bfloat16)
     rows = rows.double().reshape(40, 32)
     exact = {name: torch.from_numpy(each).double() for name, each in tensors.items()}
-    wanted = exact["fc1.weight"] * exact["norm.weight"]
-    wanted -= wanted.mean(1, keepdim=True)
-    torch.testing.assert_close(rows, wanted, rtol=0, atol=float(wanted.abs().max()) / 64)
+    wanted = norm_filter(tensors["fc1.weight"], tensors["norm.weight"], to=dtype)
+    assert torch.equal(rows, torch.from_numpy(wanted).double())
     assert rows.sum(1).abs().max() < 1e-5
     shift = exact["fc1.weight"] @ exact["norm.bias"] + exact["fc1.bias"]
     np.testing.assert_allclose(found[bias], shift.float(), 1e-6, 1e-6)
