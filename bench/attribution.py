@@ -96,7 +96,9 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
     elif op == "reduce_results":  # the parts of many rows are reduced before
         ways = [[r"reduce_\w+_gives\w+"], [r"reduce_(?!\w+_gives)\w+", r"reduce_\w+_gives\w+"]]
     elif op == "attention":
-        ways = [[r"attention_(?!grad)\w+"]]
+        ways = [[r"attention_(?!grad|linear)\w+"]]
+    elif op == "attention_linear":
+        ways += [[r"attention_(?!grad|linear)\w+", _gemm("add_moments")]]
     elif op == "layer_norm_grad":
         ways = [[r"layer_norm_grad_(?!add)\w+", r"layer_norm_grad_add_\w+"]]
     elif op == "attention_grad":

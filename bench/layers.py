@@ -42,6 +42,7 @@ FILTERS = {
     "qkv_linear": (3, 5, 7),
     "quantized_qkv_linear": (3, 5, 7),
     "linear_moments": (1,),
+    "attention_linear": (3,),
     "normed_linear": (2,),
     "layernorm_mlp": (2, 4),
     "squeeze_excite": (1, 3),
@@ -186,6 +187,8 @@ class Layer:
             return 2.0 * n * p * q * filters[0][0] * depths[0]
         if self.op == "attention":
             return 4.0 * y[0] * sizes(self.values[1], batch)[1]
+        if self.op == "attention_linear":
+            return y[0] * (4.0 * sizes(self.values[1], batch)[1] + 2.0 * depths[0])
         if self.op == "attention_grad":
             return 10.0 * y[0] * sizes(self.values[1], batch)[1]
         if self.op == "depthwise_qkv":

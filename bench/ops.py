@@ -437,6 +437,14 @@ def _attention(layer: Layer, x: Tensors, _: Weights, whole: bool) -> torch.Tenso
     return y.transpose(1, 2).flatten(2) if whole else y
 
 
+def _attention_linear(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
+    y = F.linear(_attention(layer, x[:3], w, True), w[3], _bias(w, 4, whole))
+    if not whole:
+        return y
+    y = x[3] + y
+    return y, _row_moments(layer, [y], w, whole)
+
+
 def _layernorm(layer: Layer, x: Tensors, w: Weights, _: bool) -> torch.Tensor:
     return F.layer_norm(x[0], x[0].shape[-1:], w[1], w[2], layer.setting("eps", 1e-5))
 
@@ -523,6 +531,7 @@ OPERATORS = {
     "qkv_linear": Operator("3 linear", _qkv_linear),
     "layernorm_first": Operator("layer_norm", _layernorm_first),
     "attention": Operator("scaled_dot_product_attention", _attention),
+    "attention_linear": Operator("scaled_dot_product_attention, linear", _attention_linear),
     "layer_norm": Operator("layer_norm", _layernorm),
     "stem_maxpool": Operator("conv2d, max_pool2d", _stem, _normalised),
     "stem_layernorm": Operator("conv2d, layer_norm", _stem, _normalised),

@@ -755,6 +755,9 @@ EMIT: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "attention_bias": _attention_bias,
     "attention_grad": _attention_grad,
+    "attention_linear": lambda given, **rest: nodes.attention_linear(
+        given.value(0), given.value(1), given.value(2), given.layer(3), given.value(5), **rest
+    ),
     "normalize": _normalize,
     "reshape": lambda given, **_: given.value(0).reshape(given.shapes()[0]),
     "permute": lambda given, *, axes: nodes.permute(given.value(0), axes),

@@ -1591,6 +1591,45 @@ def attention(
     return _custom("attention" if bias is None else "attention_bias", values, out, parameters)[0]
 
 
+def attention_linear(
+    q: TensorValue,
+    k: TensorValue,
+    v: TensorValue,
+    weight: Filter,
+    residual: TensorValue,
+    heads: int,
+    *,
+    scale: float,
+) -> tuple[TensorValue, TensorValue]:
+    """Computes ``linear_moments`` of ``attention``; on Hopper, in 16 bits.
+
+    For up to ``arrange.PROJECTED_KEYS`` keys and the widths of ``arrange.PROJECTED``, in heads of
+    ``PROJECTED_DEPTH`` channels; with many queries the attention's result is never stored.
+
+    Args:
+        q: The queries [N, T, C].
+        k: The keys [N, S, C].
+        v: The values [N, S, C].
+        weight: Of the linear layer, [C, C].
+        residual: Added to its result [N, T, C].
+        heads: How many heads C holds.
+        scale: Scales the scores before the softmax.
+
+    Returns:
+        The sum, and the moments of its rows.
+
+    Raises:
+        ArgumentError: If shapes, heads or scale do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    types = _type(q), _type(k), _type(v), _matrix(weight), None, _type(residual)
+    outs = shapes.attention_linear(*types, heads=heads, scale=scale)
+    values = [q, k, v, weight.dense, weight.bias, residual, _host([scale], DType.float32)]
+    attended = _type(q)  # room for what attention gives
+    y, moments, _ = _custom("attention_linear", values, [*outs, attended], {"heads": heads})
+    return y, moments
+
+
 def attention_logsumexp(
     q: TensorValue,
     k: TensorValue,

@@ -1098,6 +1098,22 @@ def _stored(name: str, dtype: str, scale: float, low: float) -> None:
         )
 
 
+def attention_linear(
+    q: Type,
+    k: Type,
+    v: Type,
+    weight: Type,
+    bias: Type | None,
+    residual: Type,
+    *,
+    heads: int,
+    scale: float,
+) -> tuple[Type, Type]:
+    """Types ``linear_moments`` of what ``attention`` of q, k and v gives."""
+    (attended,) = attention(q, k, v, heads=heads, scale=scale)
+    return linear_moments(attended, weight, bias, residual)
+
+
 def attention_grad(
     q: Type,
     k: Type,
@@ -1696,6 +1712,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "token_linear": token_linear,
     "attention": attention,
     "attention_bias": attention_bias,
+    "attention_linear": attention_linear,
     "attention_grad": attention_grad,
     "layernorm_first": layernorm_first,
     "gather_rows": gather_rows,

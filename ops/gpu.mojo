@@ -1,4 +1,5 @@
 """The ops that only a GPU runs; a build for a CPU has none of them."""
+from .attention.linear import *
 from .bmm.norm import *
 from .conv2d.chain import *
 from .depthwise_input_grad import *

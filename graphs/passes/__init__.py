@@ -24,6 +24,7 @@
 | depthwise        | a norm and depthwise convolutions into query, key and value: one op          |
 | norms            | layer norms between linear layers, on Hopper: part of these                  |
 | mlp              | an MLP of normalised tokens: one op                                          |
+| projection       | attention to few keys and the linear layer behind it, on Hopper: one op      |
 | rounded          | results of which only 8 bits are read, on Hopper: stored as such             |
 | rows             | rows put in another place, as of windows, their norms and sums: one op       |
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
@@ -86,6 +87,7 @@ PASSES: dict[str, Pass] = {
     "depthwise": fuse.depthwise,
     "norms": norms.norms,
     "mlp": fuse.mlp,
+    "projection": fuse.projection,
     "rounded": eight_bit.rounded,
     "rows": rows.rows,
     "align": align.align,

@@ -11,6 +11,9 @@ from max.dtype import DType
 
 from maxvision.graphs.arrange import (
     CHAINS,
+    PROJECTED,
+    PROJECTED_DEPTH,
+    PROJECTED_KEYS,
     ROW,
     SHORTCUT_CHAINS,
     has_squeeze,
@@ -731,6 +734,46 @@ def mlp(program: Program, on: Backend) -> Program:
             )
             rewrite.replace([first, second], new)
     return rewrite.done()
+
+
+def projection(program: Program, on: Backend) -> Program:
+    """Attends and multiplies by the linear layer behind in one op, which stores nothing between.
+
+    For the sizes of ops/attention/linear.mojo; ``norms`` has made that layer measure its result.
+    """
+    rewrite = Rewrite(program)
+    for last in program.nodes:
+        if last.op != "linear_moments":
+            continue
+        attention = program.producers.get(last.inputs[0])
+        if attention is not None and _is_projected(program, attention, last):
+            rewrite.replace(
+                [attention, last],
+                Node(
+                    "attention_linear",
+                    (*attention.inputs, *last.inputs[1:]),
+                    last.outputs,
+                    {name: attention.attributes[name] for name in ("heads", "scale")},
+                    (*attention.layers, *last.layers),
+                    last.origin,
+                ),
+            )
+    return rewrite.done()
+
+
+def _is_projected(program: Program, attention: Node, last: Node) -> bool:
+    """Tells whether ``attention_linear`` computes an attention and the layer behind it."""
+    if not _is(attention, "attention") or any(attention.inputs[3:]) or attention.dtype:
+        return False
+    (_, c), (keys, _) = program.shape(attention.outputs[0]), program.shape(attention.inputs[1])
+    return (
+        not any(map(attention.attributes.get, ("causal", "logsumexp", "dtype")))
+        and program.only_user(attention.output) is last
+        and program.shape(last.inputs[1]) == (c, c)
+        and c in PROJECTED
+        and attention.attributes["heads"] == c // PROJECTED_DEPTH
+        and keys <= PROJECTED_KEYS
+    )
 
 
 def _is_linear_in_bytes(node: Node | None, on: Backend) -> TypeGuard[Node]:

@@ -31,21 +31,18 @@ from max.gpu.compute.mma import (
     wgmma_wait_group_sync,
 )
 from max.gpu.host import DeviceContext
-from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
-from std.math import ceildiv, exp2
-from std.utils.numerics import neg_inf
+from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
 from ..choice import Cheapest
 from ..device import Device
-from ..hopper.accumulator import Fragment, pair
+from ..hopper.accumulator import Fragment
 from ..hopper.epilogue import store_rows
-from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
+from ..hopper.mma import ROWS, Matrix, mma, settled
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
     fence_barrier_init,
-    packed,
     registers_give,
     registers_take,
     sync_threads,
@@ -57,9 +54,9 @@ from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data, dtypes
 from ..rows import over_lanes
-from .config import LOG2_E, LOWEST, Attention, Standing, affine
-from .tiles import U32, reciprocal
+from .config import LOG2_E, Attention, Standing, affine
 from .mask import Mask, MaskSizes, MaskTensors
+from .softmax import Softmax, add_values, mask_keys, rounded
 from .tile_mask import TileMask
 
 
@@ -457,6 +454,12 @@ def _values[config: Config](pipeline: Pipeline) -> Pipeline:
 
 
 @always_inline
+def _columns[config: Config](values: UInt32) -> Matrix[config.row()]:
+    """Describes a tile of values, read turned over: its columns go on in further boxes."""
+    return {values, pitch = config.keys * config.row() if config.boxes() > 1 else 16}
+
+
+@always_inline
 def _load[
     config: Config, rows: Int
 ](tensor: TileLoader, to: Pipeline, channel: Int32, row: Int32, n: Int32):
@@ -588,12 +591,12 @@ def _consume[
                 pipeline.release(before)
             before = values.index
             _rescale(sums, factor)
-            var p = _rounded[dtype, KEYS](scores)
+            var p = rounded[dtype](scores)
             order.wait()
             wgmma_fence_aligned()
             scores = _multiply[dtype, config](queries.stage(), pipeline.stage(), scores)
             wgmma_commit_group_sync()
-            sums = _add_values[dtype, config](p, v, sums)
+            sums = add_values[dtype](p, _columns[config](v), sums)
             wgmma_commit_group_sync()
             order.arrive()
             bias = masks.load_bias((i + 1) * Int32(KEYS))
@@ -606,7 +609,7 @@ def _consume[
             _load_queries[config](q, queries, next, problem)
         var first = (key_tiles - 1) * Int32(KEYS)
         masks.apply(scores, bias, first, problem.scale)
-        _mask(scores, column, problem.s - first)
+        mask_keys(scores, column, problem.s - first)
         var factor = softmax.update(scores)
         scores = settled(scores)
         var values = _values[config](pipeline)
@@ -616,9 +619,9 @@ def _consume[
         if leads and key_tiles > 1:
             pipeline.release(before)
         _rescale(sums, factor)
-        var p = _rounded[dtype, KEYS](scores)
+        var p = rounded[dtype](scores)
         wgmma_fence_aligned()
-        sums = _add_values[dtype, config](p, values.stage(), sums)
+        sums = add_values[dtype](p, _columns[config](values.stage()), sums)
         wgmma_commit_group_sync()
         wgmma_wait_group_sync[0]()
         sums = settled(sums)
@@ -720,104 +723,11 @@ def _skip_keys[
             order.arrive()
 
 
-struct Softmax(TrivialRegisterPassable):
-    """The softmax of a thread's two rows of scores, tile after tile.
-
-    The online softmax of Milakov and Gimelshein (2018, arXiv:1805.02867). Four threads share a row.
-    """
-
-    var scale: Float32
-    """Scales the scores, for powers of two."""
-    var highest: SIMD[F32, 2]
-    """The rows' highest scores so far."""
-    var sum: SIMD[F32, 2]
-    """Sums of this thread's probabilities, which are not yet divided by the rows' sums."""
-
-    @always_inline
-    def __init__(out self, scale: Float32):
-        """Begins before the first tile.
-
-        Args:
-            scale: Scales the scores, for powers of two.
-        """
-        self.scale = scale
-        self.highest = SIMD[F32, 2](LOWEST)
-        self.sum = SIMD[F32, 2](0)
-
-    @always_inline
-    def update[count: Int, //](mut self, mut scores: StaticTuple[Float32, count]) -> SIMD[F32, 2]:
-        """Turns a tile's scores into powers of two below the rows' highest.
-
-        Parameters:
-            count: Scores of the thread.
-
-        Args:
-            scores: Of the thread.
-
-        Returns:
-            What sums of the tiles before are to be multiplied by.
-        """
-        var factor = SIMD[F32, 2](0)
-        comptime for half in range(2):
-            var highest = self.highest[half]
-            comptime for j in range(count // 4):
-                var two = pair[j, half](scores)
-                highest = max(highest, max(two[0], two[1]))
-            highest = max(highest, warp.shuffle_xor(highest, 1))
-            highest = max(highest, warp.shuffle_xor(highest, 2))
-            var shift = highest * self.scale
-            factor[half] = exp2(self.highest[half].fma(self.scale, -shift))
-            self.highest[half] = highest
-            var sum = self.sum[half] * factor[half]
-            comptime for j in range(count // 4):
-                comptime for e in range(2):
-                    comptime i = 4 * j + 2 * half + e
-                    scores[i] = exp2(scores[i].fma(self.scale, -shift))
-                    sum += scores[i]
-            self.sum[half] = sum
-        return factor
-
-    @always_inline
-    def inverse_sums(self, scale: Float32) -> SIMD[F32, 2]:
-        """Divides 1 by the rows' sums and by what 1 stands for.
-
-        Args:
-            scale: The latter.
-
-        Returns:
-            Of the two rows.
-        """
-        return SIMD[F32, 2](
-            reciprocal(over_lanes[4](self.sum[0]) * scale),
-            reciprocal(over_lanes[4](self.sum[1]) * scale),
-        )
-
-
-@always_inline
-def _mask[count: Int, //](mut scores: StaticTuple[Float32, count], column: Int32, keys: Int32):
-    """Makes the scores of all but the tile's first keys minus infinity; `column` is the thread's."""
-    if keys < Int32(2 * count):
-        comptime for i in range(count):
-            if Int32(i // 4 * 8 + i % 2) + column >= keys:
-                scores[i] = neg_inf[F32]()
-
-
 @always_inline
 def _rescale[count: Int, //](mut sums: StaticTuple[Float32, count], factor: SIMD[F32, 2]):
     """Multiplies the rows' sums."""
     comptime for i in range(count):
         sums[i] *= factor[i // 2 % 2]
-
-
-@always_inline
-def _rounded[
-    dtype: DType, keys: Int
-](scores: StaticTuple[Float32, keys // 2]) -> StaticTuple[UInt32, keys // 4]:
-    """Rounds probabilities, pair by pair, as the second product wants them."""
-    var p = StaticTuple[UInt32, keys // 4](fill=0)
-    comptime for i in range(keys // 4):
-        p[i] = packed[dtype](scores[2 * i], scores[2 * i + 1])
-    return p
 
 
 @always_inline
@@ -836,27 +746,6 @@ def _multiply[
         pitch_b=config.keys * ROW,
         clear=True,
     ](Matrix[ROW](q), Matrix[ROW](k), scores)
-
-
-@always_inline
-def _add_values[
-    dtype: DType, config: Config
-](
-    p: StaticTuple[UInt32, config.keys // 4],
-    v: UInt32,
-    sums: StaticTuple[Float32, config.depth // 2],
-) -> StaticTuple[Float32, config.depth // 2]:
-    """Starts adding the products of probabilities and a tile of values."""
-    comptime ROW = config.row()
-    var values = Matrix[ROW](v, pitch=config.keys * ROW if config.boxes() > 1 else 16)
-    var total = sums
-    comptime for step in range(config.keys // 16):
-        total = mma_registers[dtype, turned=True](
-            SIMD[U32, 4](p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]),
-            values.after(16 * ROW * step),
-            total,
-        )
-    return total
 
 
 # The host's side

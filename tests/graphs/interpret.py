@@ -305,6 +305,12 @@ def _attention(
     return (y, scores.logsumexp(-1)) if logsumexp else y
 
 
+def _attention_linear(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Any, residual: Tensor, **rest: Any
+) -> tuple[Tensor, ...]:
+    return _linear_moments(_attention(q, k, v, **rest), weight, bias, residual)
+
+
 def _attention_grad(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor, dy: Tensor, logsumexp: Tensor, bias: Any = None, *,
     heads: int, scale: float, causal: bool = False,
@@ -766,6 +772,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "token_linear": _token_linear,
     "attention": _attention,
     "attention_bias": _bias,
+    "attention_linear": _attention_linear,
     "attention_grad": _attention_grad,
     "layernorm_first": lambda x, *norm, eps=1e-5: _layer_norm(x[:, 0], *norm, eps=eps),
     "layernorm_mlp": _layernorm_mlp,

@@ -306,7 +306,7 @@ def test_the_variants_run_every_op_of_a_cpu() -> None:
     gpu = {"conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
     gpu |= {"token_linear", "quantized_conv2d_chain", "quantized_conv2d_shortcut"}
     gpu |= {"quantized_conv2d_shortcut_chain", "quantized_qkv_linear", "row_moments"}
-    gpu |= {"linear_moments", "normed_linear"}
+    gpu |= {"linear_moments", "normed_linear", "attention_linear"}
     assert ran | set(ELEMENTWISE) == set(EMIT) - gpu  # tests/ops has those that differ in a word
     assert set(OTHERS) <= ran
 

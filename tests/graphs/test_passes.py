@@ -18,7 +18,14 @@ from max.dtype import DType
 
 from maxvision.common.errors import ArgumentError
 from maxvision.graphs import passes, shapes
-from maxvision.graphs.arrange import CHAINS, MLPS, is_aligned
+from maxvision.graphs.arrange import (
+    CHAINS,
+    MLPS,
+    PROJECTED,
+    PROJECTED_DEPTH,
+    PROJECTED_KEYS,
+    is_aligned,
+)
 from maxvision.graphs.backend import Backend
 from maxvision.graphs.constants import Constants
 from maxvision.graphs.cvt import CVTS
@@ -422,6 +429,26 @@ def mlp(net: Net, x: Value, *, between: str = "gelu", seen: str = "", **rest: An
         return net.relu(x) + y
     y = y + x if rest.get("flip") else x + y
     return net.relu(y) if rest.get("relu") else y
+
+
+def projected(
+    net: Net, x: Value, *, heads: int = 6, norm: bool = True, causal: bool = False,
+    shown: bool = False,
+) -> Value:  # fmt: skip
+    """Adds attention and the layer behind it to tokens x, then what a layer gives of their norm."""
+    t, c = x.size(1), x.size(2)
+    heads = heads * c // 384
+    q, k, v = (
+        net.permute(net.reshape(net.linear(x, name, c), BATCH, t, heads, c // heads), 0, 2, 1, 3)
+        for name in "qkv"
+    )
+    causes = {"causal": True} if causal else {}
+    y = net.op("scaled_dot_product_attention", [q, k, v], scale=0.125, **causes)
+    y = net.reshape(net.permute(y, 0, 2, 1, 3), BATCH, t, c)
+    if shown:
+        seen(net, y)
+    y = x + net.linear(y, "proj", c)
+    return net.linear(net.layer_norm(y, "norm"), "end", 8) if norm else net.op("relu", [y])
 
 
 def around_a_norm(
@@ -1240,6 +1267,26 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
     "a norm between linear layers": (
         "norms", HOPPER, around_a_norm, (5, 32),
         "linear layer_norm linear -> linear_moments normed_linear",
+    ),
+    "attention to few keys, and the layer behind it": (
+        "projection", HOPPER, projected, (9, 384),
+        "attention linear_moments -> attention_linear",
+    ),
+    "attention that a layer without a norm multiplies": (
+        "projection", HOPPER, lambda n, x: projected(n, x, norm=False), (9, 384), "->",
+    ),
+    "attention to one key too many": (
+        "projection", HOPPER, projected, (57, 384), "->",
+    ),
+    "attention in heads of another depth": (
+        "projection", HOPPER, lambda n, x: projected(n, x, heads=12), (9, 384), "->",
+    ),
+    "attention of another width": ("projection", HOPPER, projected, (9, 192), "->"),
+    "causal attention, and the layer behind it": (
+        "projection", HOPPER, lambda n, x: projected(n, x, causal=True), (9, 384), "->",
+    ),
+    "attention whose result is an output": (
+        "projection", HOPPER, lambda n, x: projected(n, x, shown=True), (9, 384), "->",
     ),
     "a norm between linear layers in float16, without biases": (
         "norms", HOPPER16,
@@ -2541,7 +2588,8 @@ def test_cvt_13_on_hopper() -> None:
     found = counted("cvt", CVTS["cvt-13"], HOPPER)
     assert found == {
         "stem_layernorm": 1, "conv2d": 2, "layer_norm": 1, "depthwise_qkv": 13, "qkv_linear": 13,
-        "attention": 13, "layernorm_mlp": 3, "linear_moments": 13, "normed_linear": 10,
+        "attention": 3, "attention_linear": 10, "layernorm_mlp": 3, "linear_moments": 3,
+        "normed_linear": 10,
         "linear": 10 + 1, "class_token": 1, "layernorm_first": 1, "reshape": found["reshape"],
     }  # fmt: skip
 
@@ -2590,6 +2638,7 @@ def test_the_table_names_every_pass_in_its_order() -> None:
 def test_widths_of_the_tables_are_those_of_the_tests() -> None:
     assert (64, 64) in CHAINS and (64, 128) in CHAINS and (128, 64) not in CHAINS
     assert MLPS == (64, 192)
+    assert (PROJECTED, PROJECTED_DEPTH, PROJECTED_KEYS) == ((384,), 64, 56)
 
 
 def squeezed(net: Net, x: Value) -> Value:

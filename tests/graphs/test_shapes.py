@@ -498,6 +498,10 @@ def test_moments_are_float32_and_those_of_groups_of_columns() -> None:
     y = one("normed_linear", ROWS, MOMENTS, *weights, epilogue="gelu", eps=1e-6)
     assert y == Type((BATCH, 5, 7), "bfloat16")
     assert one("layernorm_mlp", ROWS, MOMENTS, *weights, Type((64, 7)), None, eps=1e-6) == ROWS
+    given = (ROWS, *[ROWS._replace(shape=(BATCH, 9, 64))] * 2, Type((32, 64)), None)
+    sum_ = ROWS._replace(shape=(BATCH, 5, 32))
+    wanted = [sum_, Type((BATCH, 5, 1, 2))]
+    assert infer("attention_linear", (*given, sum_), {"heads": 2, "scale": 1.0}) == wanted
 
 
 def test_what_a_norm_becomes_at_load_is_float32() -> None:

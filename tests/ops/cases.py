@@ -1784,6 +1784,46 @@ def around_norm(
     return Case(name, inputs, weights, rewritten(write, len(size) + 1), reference, change)
 
 
+def projected(name: str, t: int, s: int, *, bias: bool = True, sharp: float = 1.0) -> Case:
+    """Makes a case of attention_linear: 6 heads of 64 channels, and the layer behind them.
+
+    Args:
+        name: Of the case.
+        t: Queries.
+        s: Keys.
+        bias: Whether the layer has one.
+        sharp: Scales the scores, beside what is usual.
+    """
+    c, heads, scale = 384, 6, sharp / 8
+    weights: dict[str, Shape] = {"norm.weight": (c,), "norm.bias": (c,)}
+    for layer, f in (("proj", c), ("end", 8)):
+        weights |= {f"{layer}.weight": (c, f), **({f"{layer}.bias": (f,)} if bias else {})}
+
+    def write(net: Net, *inputs: Value) -> list[Value]:
+        q, k, v, residual = (to_last(value) for value in inputs)
+        split = [net.permute(net.reshape(x, x.shape[0], x.size(1), heads, 64), 0, 2, 1, 3)
+                 for x in (q, k, v)]  # fmt: skip
+        y = net.op("scaled_dot_product_attention", split, scale=scale)
+        y = net.reshape(net.permute(y, 0, 2, 1, 3), q.shape[0], t, c)
+        y = residual + net.linear(y, "proj", c, bias=bias)
+        return [y, net.linear(net.layer_norm(y, "norm", 1e-6), "end", 8, bias=bias)]
+
+    def linear(w: dict[str, torch.Tensor], x: torch.Tensor, layer: str) -> torch.Tensor:
+        y = x @ w[f"{layer}.weight"]
+        return y + w[f"{layer}.bias"].to(x) if bias else y
+
+    def reference(w: dict[str, torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        *split, residual = inputs
+        q, k, v = (x.unflatten(-1, (heads, 64)).transpose(-3, -2) for x in split)
+        y = ((q @ k.transpose(-1, -2) * scale).softmax(-1) @ v).transpose(-3, -2).flatten(-2)
+        y = residual + linear(w, y, "proj")
+        z = F.layer_norm(y, (c,), w["norm.weight"].to(y), w["norm.bias"].to(y), 1e-6)
+        return torch.cat([y, linear(w, z, "end")], -1)
+
+    inputs = [(t, c), (s, c), (s, c), (t, c)]
+    return Case(name, inputs, weights, rewritten(write, 2), reference, _halved)
+
+
 def _halved(inputs: list[np.ndarray], weights: dict[str, np.ndarray]) -> None:
     """Rounds weights, so that all dtypes have them, and their products are rounded once."""
     for name, weight in weights.items():
@@ -2469,6 +2509,10 @@ ON_HOPPER = [
     around_norm("normed_linear of images", (7, 9), 96, 96, 384, then="hardswish"),
     around_norm("linear_moments", (67,), 384, 224, 8, whole=True),
     around_norm("linear_moments many", (8300,), 128, 160, 24, whole=True),
+    projected("attention_linear", 197, 50),
+    projected("attention_linear one key", 1, 1, bias=False),
+    projected("attention_linear many", 6400, 56, sharp=4.0),
+    projected("attention_linear many, three images", 2200, 37),
     along_tokens("token_linear gelu", 196, 768, 384, "gelu"),
     along_tokens("token_linear add", 384, 768, 196, "add"),
     along_tokens("token_linear many", 200, 8200, 130, "add_relu"),

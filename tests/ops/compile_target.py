@@ -112,7 +112,7 @@ HOPPER = {
     "quantized_conv2d", "quantized_conv2d_chain", "quantized_conv2d_shortcut",
     "quantized_conv2d_shortcut_chain", "quantized_qkv_linear",
     "sparse_conv2d_packed", "squeeze_excite", "token_linear", "row_moments", "linear_moments",
-    "normed_linear", "layernorm_mlp",
+    "normed_linear", "layernorm_mlp", "attention_linear",
 }  # fmt: skip
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
@@ -132,7 +132,7 @@ BFLOAT16 = {
     "token_linear add", "quantized_conv2d 3x3", "quantized_conv2d of e4m3 3x3",
     "quantized_conv2d_shortcut", "quantized_conv2d_shortcut of e4m3", "quantized_conv2d_chain",
     "quantized_conv2d_chain of e4m3", "quantized_conv2d_shortcut_chain", "stem_maxpool bytes",
-    "normed_linear gelu", "layernorm_mlp", "quantized_linear gelu of e4m3",
+    "normed_linear gelu", "layernorm_mlp", "attention_linear", "quantized_linear gelu of e4m3",
     "quantized_qkv_linear of e4m3", "attention to uint8", "attention to e4m3 with a bias",
     "depthwise_qkv 64 of e4m3", "depthwise_qkv 64 of bytes",
 }  # fmt: skip
@@ -149,6 +149,7 @@ NIGHTLY = {
     "quantized_conv2d_shortcut_chain",
     "quantized_linear gelu of e4m3",
     "quantized_qkv_linear of e4m3",
+    "attention_linear",
     "attention to uint8",
     "attention to e4m3 with a bias",
     "depthwise_qkv 64 of e4m3",
