@@ -103,6 +103,7 @@ def recorded(node: Named, fused: bool = True) -> list[Recorded]:
         "conv2d_chain": ["gemm_cores_add_relu", "gemm_cores_relu"],
         "conv2d_shortcut": ["gemm_cores_none", "gemm_cores_add_relu"],
         "layernorm_mlp": ["gemm_resident_64x64_norm_gelu", "gemm_resident_64x64_add"],
+        "attention_linear": ["attention_flash_64_1x4", "gemm_resident_64x32_add_moments"],
         "qkv_linear": ["gemm_cores_none"] * 3,
     }
     shape = node.layer.outputs[0].shape
@@ -163,6 +164,8 @@ def test_a_symbol_tells_the_epilogue(symbol: str, epilogue: str) -> None:
     [
         ("gemm_resident_64x32_add_moments_bfloat16_44630a41", "linear_moments", "none"),
         ("gemm_hopper_128x128x4_add_moments_1x1_float16_2d37c457", "linear_moments", "none"),
+        ("attention_linear_hopper_64x384x3x6_bfloat16_44630a41", "attention_linear", "none"),
+        ("attention_hopper_64_3x64x12_bfloat16_44630a41", "attention", "none"),
         ("gemm_hopper_192x128x5overlap_norm_gelu_1x1_bfloat16_2d37c457", "normed_linear", "gelu"),
         ("gemm_pingpong_3x64x192_norm_gelu_bfloat16_2d37c457", "normed_linear", "gelu"),
         ("gemm_resident_64x64split_norm_none_bfloat16_44630a41", "normed_linear", "none"),
@@ -175,7 +178,7 @@ def test_a_symbol_tells_a_norm_between_layers(symbol: str, op: str, epilogue: st
     found = {
         (other, end)
         for other in ("linear", "conv2d", "linear_moments", "normed_linear", "row_moments",
-                      "layernorm_mlp", "qkv_linear")
+                      "layernorm_mlp", "qkv_linear", "attention", "attention_linear")
         for end in EPILOGUES
         if any(len(way) == 1 and way[0].fullmatch(symbol) for way in symbols(other, end))
     }  # fmt: skip

@@ -113,6 +113,7 @@ def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
         "resnet-18": {"conv2d_shortcut"},
         "resnet-50": {"conv2d_chain"},
         "cvt-13": {
+            "attention_linear",
             "linear_moments",
             "normed_linear",
             "layernorm_mlp",
@@ -127,6 +128,10 @@ NORMS = {  # their layers' inputs, whether each is a weight, and their settings
     "row_moments": ([(ROWS, False)], {}),
     "linear_moments": (
         [(ROWS, False), ((64, 64), True), ((64,), True), (ROWS, False)], {},
+    ),
+    "attention_linear": (
+        [*[(ROWS, False)] * 3, ((64, 64), True), ((64,), True), (ROWS, False)],
+        {"heads": 4, "scale": 0.3},
     ),
     "normed_linear": (
         [(ROWS, False), (MOMENTS, False), ((24, 64), True), ((24,), True)],

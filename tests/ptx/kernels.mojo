@@ -4,6 +4,7 @@ from max.gpu.host import DeviceContext
 from ops.attention.config import Attention
 from ops.attention.flash import enqueue_flash
 from ops.attention.hopper import enqueue_hopper, long, short
+from ops.attention.linear_hopper import enqueue_attention_linear
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
 from ops.attention_grad.mma import enqueue_grad
@@ -601,6 +602,10 @@ def main() raises:
         enqueue_hopper[BF16, short(64), one](attention, mask, places, ctx)
         enqueue_hopper[BF16, long(64), one](attention, mask, places, ctx)
     enqueue_hopper[F16, long(64), Mask(bias=True)](attention2, mask2, places, ctx)
+    enqueue_attention_linear[heads=6](attention, o, Norm(full, n), ctx)
+    enqueue_attention_linear[heads=3](
+        attention2, Operands[F16](half2, half2, full, half2, half2), Norm(full, n), ctx
+    )
     comptime for i in range(2):
         comptime out = [DType.uint8, DType.float8_e4m3fn][i]
         var y = bytes.unsafe_bitcast[Scalar[out]]()

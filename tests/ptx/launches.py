@@ -1540,6 +1540,67 @@ def hopper_attention(
     return y
 
 
+def attention_linear(
+    kernel: Kernel,
+    g: Heads,
+    given: Sequence[Array],
+    linear: tuple[Array, Array, Array],
+    scale: float,
+    *,
+    processors: int = 2,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+) -> tuple[Array, Array]:
+    """Runs ops/attention/linear_hopper.mojo.
+
+    Args:
+        kernel: What runs.
+        g: Sizes.
+        given: Queries [N, T, C], then keys and values [N, S, C].
+        linear: Weights [C, C], bias and residual [N * T, C] of the layer behind.
+        scale: Of the scores.
+        processors: Blocks of the grid at most.
+        dtype: Of all but the bias.
+        seed: Of the order of warps and copies.
+
+    Returns:
+        The result [N * T, C], and the moments of its rows.
+    """
+    consumers, w_stages, (m, c) = 3, 6, linear[2].shape
+    own = g.heads // consumers
+    tiles, blocks = consumers * max(own, 2), -(-m // 64)
+    memory = Tensors()
+    (_, w), (_, y) = held(memory, linear[0]), held(memory, unwritten((m, c), dtype))
+    q, k, v = given
+    _, queries = held(memory, q.reshape(m, c), late=True)
+    (_, keys), (_, values), (_, residual) = (held(memory, a, late=True) for a in (k, v, linear[2]))
+    norm = Norm(np.full((m, c // 32, 2), np.nan, np.float32))
+    launch = Launch(
+        kernel,
+        [
+            bytes(128 * 6),
+            pack("Q", memory.add(linear[1])),
+            norm.packed(memory),
+            pack("3if4i", g.t, g.s, m, scale * np.log2(np.e), 0, 1, blocks, 1),
+        ],
+        memory,
+        grid=(min(blocks, processors),),
+        threads=128 * consumers + 32,
+        shared_bytes=8192 * (g.heads + w_stages * own + tiles)
+        + 4 * c
+        + 16 * (1 + w_stages + tiles + consumers)
+        + 1024,
+        maps=[
+            Tiled(queries, (64, 64)),
+            *(Tiled(a, (1, 64, 64)) for a in (keys, values)),
+            Tiled(w, (c // consumers, 64)),
+            *(Tiled(a, (64, 64)) for a in (residual, y)),
+        ],
+    )
+    launch.run(seed)
+    return y, norm.moments
+
+
 def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
     """Packs MaskTensors and MaskSizes; rows of bias are as long as is even."""
     bias, keys, image, images, head, row = 0, 0, 0, 1, 0, 0

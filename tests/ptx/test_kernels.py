@@ -70,6 +70,7 @@ from .launches import (
     gemm_cores,
     group_norm,
     hopper,
+    attention_linear,
     hopper_attention,
     layer_norm_grad,
     layernorm,
@@ -1750,6 +1751,62 @@ def test_hopper_attention(
         kernel, g, tile, q, k, v, 0.125, period=period, processors=1, dtype=dtype, seed=seed
     )
     check_attention(y, g, q, k, v, 0.125, dtype)
+
+
+PROJECTED = [
+    (Heads(4, 20, 7, 6, 64), BF16),
+    (Heads(2, 150, 50, 6, 64), BF16),
+    (Heads(1, 64, 56, 6, 64), BF16),
+    (Heads(3, 75, 50, 3, 64), "float16"),
+    (Heads(70, 1, 1, 3, 64), "float16"),
+]
+
+
+def projected(
+    rng: np.random.Generator, g: Heads, dtype: str
+) -> tuple[list[Array], tuple[Array, Array, Array]]:
+    """Draws q, k and v, then weights, bias and residual of the linear layer behind."""
+    c = g.heads * g.depth
+    bias = rng.standard_normal(c).astype(np.float32)
+    weights, residual = rng.standard_normal((c, c)) / c**0.5, rng.standard_normal((g.n * g.t, c))
+    linear = rounded(weights, dtype), bias, rounded(residual, dtype)
+    return attention_inputs(rng, g, dtype), linear
+
+
+@pytest.mark.parametrize(("g", "dtype"), PROJECTED, ids=str)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_attention_linear(
+    find: Find, rng: np.random.Generator, g: Heads, dtype: str, seed: int
+) -> None:
+    """Images end within a tile, or tiles within an image; a block goes through several tiles."""
+    given, linear = projected(rng, g, dtype)
+    kernel = find(f"attention_linear_hopper_64x{64 * g.heads}x3x6_{dtype}")
+    y, moments = attention_linear(kernel, g, given, linear, 0.125, dtype=dtype, seed=seed)
+    w, residual = wide(linear[0], dtype), wide(linear[2], dtype)
+    rows = attended(g, *given, scale=0.125, dtype=dtype).reshape(residual.shape)
+    # Probabilities and the attention's result are rounded.
+    check(y, rows @ w.T + linear[1] + residual, dtype, 2**-9)
+    np.testing.assert_allclose(moments, moments_of(wide(y, dtype)), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_attention_linear_keeps_images_apart(
+    find: Find, rng: np.random.Generator, bad: float
+) -> None:
+    """Of the images that share a tile only one is not finite."""
+    g = Heads(5, 30, 50, 6, 64)
+    given, linear = projected(rng, g, BF16)
+    kernel = find(f"attention_linear_hopper_64x384x3x6_{BF16}")
+    want, moments = attention_linear(kernel, g, given, linear, 0.125)
+    poisoned = [a.copy() for a in given]
+    for a in poisoned:
+        a[2, :, ::7] = rounded(np.array([bad]), BF16)
+    y, spoilt = attention_linear(kernel, g, poisoned, linear, 0.125)
+    others = np.arange(g.n * g.t) // g.t != 2
+    np.testing.assert_array_equal(y[others], want[others])
+    np.testing.assert_array_equal(spoilt[others], moments[others])
+    assert np.isnan(wide(y, BF16)[~others]).all()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from .launches import (
     Tile,
     attention,
     hopper,
+    attention_linear,
     hopper_attention,
     rounded,
 )
@@ -312,6 +313,34 @@ def test_hopper_attention_needs_its_waits(
 
     def result(kernel: Kernel) -> Array:
         return hopper_attention(kernel, g, tile, q, k, v, 0.1, period=3, processors=1)
+
+    needs(whole, pattern, reported, result)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reported"),
+    [
+        (r"mbarrier\.try_wait", None),
+        (r"wgmma\.wait_group", None),
+        (r"mbarrier\.arrive\.shared", Deadlock),
+        (r"cp\.async\.bulk\.tensor\.[23]d\.shared", Deadlock),
+        (r"bar\.sync", None),
+    ],
+)
+def test_attention_linear_needs_its_waits(
+    find: Find, pattern: str, reported: type[Exception] | None
+) -> None:
+    rng, g = np.random.default_rng(1), Heads(2, 150, 50, 6, 64)
+    given = [rounded(rng.standard_normal((2, t, 384)), "bfloat16") for t in (150, 50, 50)]
+    linear = (
+        rounded(rng.standard_normal((384, 384)) / 20, "bfloat16"),
+        np.zeros(384, np.float32),
+        rounded(np.zeros((300, 384)), "bfloat16"),
+    )
+    whole = find("attention_linear_hopper_64x384x3x6_bfloat16")
+
+    def result(kernel: Kernel) -> Array:
+        return attention_linear(kernel, g, given, linear, 0.1)[0]
 
     needs(whole, pattern, reported, result)
 
