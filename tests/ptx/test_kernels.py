@@ -56,6 +56,7 @@ from .launches import (
     Turned,
     attention,
     attention_grad,
+    attention_linear,
     blocks,
     chain,
     check,
@@ -70,7 +71,6 @@ from .launches import (
     gemm_cores,
     group_norm,
     hopper,
-    attention_linear,
     hopper_attention,
     layer_norm_grad,
     layernorm,
@@ -1783,7 +1783,8 @@ def test_attention_linear(
     kernel = find(f"attention_linear_hopper_64x{64 * g.heads}x3x6_{dtype}")
     y, moments = attention_linear(kernel, g, given, linear, 0.125, dtype=dtype, seed=seed)
     w, residual = wide(linear[0], dtype), wide(linear[2], dtype)
-    rows = attended(g, *given, scale=0.125, dtype=dtype).reshape(residual.shape)
+    q, k, v = given
+    rows = attended(g, q, k, v, 0.125, dtype).reshape(residual.shape)
     # Probabilities and the attention's result are rounded.
     check(y, rows @ w.T + linear[1] + residual, dtype, 2**-9)
     np.testing.assert_allclose(moments, moments_of(wide(y, dtype)), rtol=1e-5, atol=1e-4)

@@ -18,8 +18,8 @@ from .launches import (
     Product,
     Tile,
     attention,
-    hopper,
     attention_linear,
+    hopper,
     hopper_attention,
     rounded,
 )
