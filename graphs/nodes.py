@@ -1603,8 +1603,8 @@ def attention_linear(
 ) -> tuple[TensorValue, TensorValue]:
     """Computes ``linear_moments`` of ``attention``; on Hopper, in 16 bits.
 
-    For up to ``arrange.PROJECTED_KEYS`` keys and the widths of ``arrange.PROJECTED``, in heads of
-    ``PROJECTED_DEPTH`` channels; with many queries the attention's result is never stored.
+    In heads of ``arrange.PROJECTED_DEPTH`` channels. With many queries and up to
+    ``PROJECTED_KEYS`` keys the attention's result is never stored.
 
     Args:
         q: The queries [N, T, C].
@@ -1624,6 +1624,11 @@ def attention_linear(
     """
     types = _type(q), _type(k), _type(v), _matrix(weight), None, _type(residual)
     outs = shapes.attention_linear(*types, heads=heads, scale=scale)
+    wanted, depth = arrange.PROJECTED_DEPTH, int(q.shape[2]) // heads
+    if depth != wanted:
+        raise ArgumentError(
+            f"attention_linear: expects heads of {wanted} channels but they have {depth}"
+        )
     values = [q, k, v, weight.dense, weight.bias, residual, _host([scale], DType.float32)]
     attended = _type(q)  # room for what attention gives
     y, moments, _ = _custom("attention_linear", values, [*outs, attended], {"heads": heads})

@@ -18,7 +18,7 @@ from ..operands import F32, Batch, Operands, data
 from ..target import IS_HOPPER
 from .config import Attention
 from .gpu import attention_gpu
-from .linear_hopper import DEPTH, enqueue_attention_linear, fills
+from .linear_hopper import DEPTH, KEYS, enqueue_attention_linear, fills
 from .mask import Mask, MaskSizes, MaskTensors
 
 
@@ -53,7 +53,7 @@ struct AttentionLinear:
             moments: Of its rows [N, T, C / 32, 2].
             attended: Room for the attention's result [N, T, C].
             q: Queries [N, T, C].
-            k: Keys [N, S, C], up to 56.
+            k: Keys [N, S, C].
             v: Values [N, S, C].
             w: [C, C], flat, as graphs/arrange.py lays it out for a GPU.
             bias: [C].
@@ -87,7 +87,7 @@ struct AttentionLinear:
         var operands = Operands[y.dtype](
             data(attended), data(w), data(bias), data(residual), data(y)
         )
-        if fills(m, Device(ctx)):
+        if Int(o.s) <= KEYS and fills(m, Device(ctx)):
             enqueue_attention_linear[heads=heads](o, operands, norm, ctx)
             return
         attention_gpu[y.dtype, DEPTH, Mask()](o, MaskTensors(data(q)), MaskSizes(), ctx)

@@ -505,6 +505,19 @@ def test_errors_of_norms_between_layers_name_the_shapes() -> None:
             nodes.normed_linear(x, moments, a, epilogue="swish")
 
 
+def test_errors_of_attention_linear_name_the_shapes() -> None:
+    with graph_of(["n", 9, 384], ["n", 5, 384], ["n", 9, 64]) as graph:
+        q, k, narrow = (value.tensor for value in graph.inputs)
+        w = weights(a_weight=(384, 384), b_weight=(384, 64))
+        a, b = w.filter("a"), w.filter("b")
+        with pytest.raises(ArgumentError, match="heads of 64 channels but they have 32"):
+            nodes.attention_linear(q, k, k, a, q, 12, scale=1.0)
+        with pytest.raises(ArgumentError, match=r"k expects the shape \[n, 9, 64\]"):
+            nodes.attention_linear(narrow, q, q, a, q, 1, scale=1.0)
+        with pytest.raises(ArgumentError, match=r"residual expects .*9, 64.* but has .*9, 384"):
+            nodes.attention_linear(q, k, k, b, q, 6, scale=1.0)
+
+
 def test_errors_of_layernorm_mlp_name_the_shapes() -> None:
     with graph_of(["n", 9, 64], ["n", 64], ["n", 9, 2, 2], ["n", 8, 2, 2]) as graph:
         x, flat, moments, other = (value.tensor for value in graph.inputs)
