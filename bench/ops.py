@@ -438,11 +438,8 @@ def _attention(layer: Layer, x: Tensors, _: Weights, whole: bool) -> torch.Tenso
 
 
 def _attention_linear(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
-    y = F.linear(_attention(layer, x[:3], w, True), w[3], _bias(w, 4, whole))
-    if not whole:
-        return y
-    y = x[3] + y
-    return y, _row_moments(layer, [y], w, whole)
+    attended, behind = _attention(layer, x[:3], w, True), {i - 2: w[i] for i in w}
+    return _linear_moments(layer, [attended, x[3]], behind, whole)
 
 
 def _layernorm(layer: Layer, x: Tensors, w: Weights, _: bool) -> torch.Tensor:

@@ -34,7 +34,14 @@ from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
-from ..hopper.accumulator import Fragment, Sums, load_16x16, store_16x16, sums_16x16
+from ..hopper.accumulator import (
+    Fragment,
+    Sums,
+    load_16x16,
+    row_16x16,
+    store_16x16,
+    sums_16x16,
+)
 from ..hopper.mma import ROWS, Matrix, mma, settled
 from ..hopper.moments import Norm, RowSums
 from ..hopper.pipeline import Pipeline
@@ -49,7 +56,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.scheduler import TileScheduler, Turns
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -452,7 +459,8 @@ def _attend[
     comptime OWN = config.own()
     comptime STEP = UInt32(config.consumers)
     var leads = at.leads()
-    var place = Place(at, junk, begin, end)
+    var row = at.warp() * 16 + at.lane() % 16
+    var elsewhere = UInt32(0) if row >= begin and row < end else junk
     var scores = Sums[KEYS](fill=0)
     tiles.wait()
     wgmma_fence_aligned()
@@ -488,7 +496,7 @@ def _attend[
         wgmma_wait_group_sync[0]()
         if leads:
             values.release()
-        place.store[dtype](queries + UInt32(head * BOX), settled(sums), inverse)
+        _store[dtype](queries + UInt32(head * BOX), at, settled(sums), inverse, elsewhere)
         inverse = next_inverse
 
 
@@ -512,50 +520,20 @@ def _padded[count: Int, //](p: StaticTuple[UInt32, count]) -> StaticTuple[UInt32
     return all
 
 
-struct Place(TrivialRegisterPassable):
-    """The row that a lane names to stmatrix, for its warp to store in 16 bytes of it."""
+@always_inline
+def _store[
+    dtype: DType
+](rows: UInt32, at: Fragment, sums: Sums[DEPTH], scale: SIMD[F32, 2], junk: UInt32):
+    """Stores a head's results in the place of its queries; all threads of a warp call this.
 
-    var row: UInt32
-    """The row, of the tile."""
-    var byte: UInt32
-    """Which 16 bytes of each 32."""
-    var junk: UInt32
-    """Where results go instead if the row is of another image; 0 if it is of this one."""
-
-    @always_inline
-    def __init__(out self, at: Fragment, junk: UInt32, begin: Int32, end: Int32):
-        """Finds the lane's row.
-
-        Args:
-            at: The thread's place.
-            junk: Room for results of other images' rows, 16 bytes.
-            begin: The image's first row of the tile.
-            end: The first row after it.
-        """
-        var row = at.warp() * 16 + at.lane() % 16
-        self.row, self.byte = UInt32(row), UInt32(at.lane() // 16 * 16)
-        self.junk = 0 if row >= begin and row < end else junk
-
-    @always_inline
-    def store[dtype: DType](self, rows: UInt32, sums: Sums[DEPTH], scale: SIMD[F32, 2]):
-        """Stores a head's results; all threads of a warp call this.
-
-        Parameters:
-            dtype: Of the results, of 16 bits.
-
-        Args:
-            rows: Address of the tile's rows, a box.
-            sums: Of the thread.
-            scale: Of its two rows.
-        """
-        comptime for k in range(DEPTH // 16):
-            var v = sums_16x16[k](sums)
-            comptime for i in range(8):
-                v[i] *= scale[i // 2 % 2]
-            var to = rows + self.row * UInt32(ROW) + swizzle(UInt32(32 * k) + self.byte, self.row)
-            shared_store_matrices(
-                self.junk if self.junk != 0 else to, bitcast[DType.uint32, 4](v.cast[dtype]())
-            )
+    `junk` is where the results go of the row that the lane names, if that is of another image; else 0.
+    """
+    comptime for k in range(DEPTH // 16):
+        var v = sums_16x16[k](sums)
+        comptime for i in range(8):
+            v[i] *= scale[i // 2 % 2]
+        var to = row_16x16[k](rows, at)
+        shared_store_matrices(junk if junk != 0 else to, bitcast[DType.uint32, 4](v.cast[dtype]()))
 
 
 @always_inline

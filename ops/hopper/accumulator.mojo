@@ -243,7 +243,7 @@ def load_16x16[dtype: DType, k: Int](rows: UInt32, at: Fragment) -> SIMD[dtype, 
     Returns:
         Eight numbers, in the order of the sums.
     """
-    return bitcast[dtype, 8](shared_load_matrices(_row_16x16[k](rows, at)))
+    return bitcast[dtype, 8](shared_load_matrices(row_16x16[k](rows, at)))
 
 
 @always_inline
@@ -258,14 +258,24 @@ def store_16x16[k: Int](rows: UInt32, at: Fragment, value: SIMD[_, 8]):
         at: The thread's place.
         value: Eight numbers of 16 bits, in the order of the sums.
     """
-    shared_store_matrices(_row_16x16[k](rows, at), bitcast[DType.uint32, 4](value))
+    shared_store_matrices(row_16x16[k](rows, at), bitcast[DType.uint32, 4](value))
 
 
 @always_inline
-def _row_16x16[k: Int](rows: UInt32, at: Fragment) -> UInt32:
+def row_16x16[k: Int](rows: UInt32, at: Fragment) -> UInt32:
     """Finds the 16 bytes of a row that a lane names to ldmatrix and stmatrix.
 
-    Lanes 0 to 15 name the rows' first eight columns, the others the next eight.
+    Lanes 0 to 15 name the rows' first eight columns, the others the next eight: lane i row i % 16.
+
+    Parameters:
+        k: Which sixteen columns.
+
+    Args:
+        rows: The warpgroup's 64 rows, in boxes.
+        at: The thread's place.
+
+    Returns:
+        Their address.
     """
     var row = UInt32(at.warp() * 16 + at.lane() % 16)
     var byte = UInt32(k % 4 * 32) + UInt32(at.lane() // 16 * 16)
