@@ -274,10 +274,9 @@ SHORTCUT_CHAINS = ((64, 64, 64),)
 """C, S of the shortcut and F of those that begin with a shortcut's sum, in 8 bits."""
 MLPS = (64, 192)
 """C of the MLPs that it has one for."""
-PROJECTED = (384,)
-"""C of attentions that ops/attention/linear.mojo multiplies by the layer behind them."""
-PROJECTED_KEYS = 56
-"""Keys of an image at most, for these."""
+PROJECTED = {64: 2**31 - 1, 384: 56}
+"""C of attentions that ops/attention/linear.mojo multiplies by the layer behind them, and keys of an
+image at most."""
 PROJECTED_DEPTH = 64
 """Channels of each of their heads."""
 

@@ -1603,8 +1603,8 @@ def attention_linear(
 ) -> tuple[TensorValue, TensorValue]:
     """Computes ``linear_moments`` of ``attention``; on Hopper, in 16 bits.
 
-    In heads of ``arrange.PROJECTED_DEPTH`` channels. With many queries and up to
-    ``PROJECTED_KEYS`` keys the attention's result is never stored.
+    In heads of ``arrange.PROJECTED_DEPTH`` channels. With many queries, and C and keys as in
+    ``PROJECTED``, the attention's result is never stored.
 
     Args:
         q: The queries [N, T, C].

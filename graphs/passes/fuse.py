@@ -13,7 +13,6 @@ from maxvision.graphs.arrange import (
     CHAINS,
     PROJECTED,
     PROJECTED_DEPTH,
-    PROJECTED_KEYS,
     ROW,
     SHORTCUT_CHAINS,
     has_squeeze,
@@ -770,9 +769,8 @@ def _is_projected(program: Program, attention: Node, last: Node) -> bool:
         not any(map(attention.attributes.get, ("causal", "logsumexp", "dtype")))
         and program.only_user(attention.output) is last
         and program.shape(last.inputs[1]) == (c, c)
-        and c in PROJECTED
         and attention.attributes["heads"] == c // PROJECTED_DEPTH
-        and keys <= PROJECTED_KEYS
+        and keys <= PROJECTED.get(c, 0)
     )
 
 

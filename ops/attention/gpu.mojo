@@ -14,6 +14,20 @@ from .plain import enqueue_plain
 from .tiles import padded
 
 
+def splits_keys(o: Attention[_, _], rows: Int, device: Device) -> Bool:
+    """Tells whether there are so few queries that warps share them, each with some of the keys.
+
+    Args:
+        o: Sizes.
+        rows: Sixteens of queries of a warp that has all keys.
+        device: The GPU.
+
+    Returns:
+        Whether blocks with queries of their own would leave multiprocessors idle.
+    """
+    return ceildiv(Int(o.t), queries(rows, 1)) * Int(o.n * o.heads) < device.multiprocessors
+
+
 def attention_gpu[
     out: DType, //, dtype: DType, depth: Int, mask: Mask
 ](
@@ -47,11 +61,7 @@ def attention_gpu[
         # of more than 64 channels.
         comptime rows = 2 if depth <= 64 else 1
         var device = Device(ctx)
-        var heads = Int(o.n * o.heads)
-        if (
-            ceildiv(Int(o.t), queries(rows, 1)) * heads < device.multiprocessors
-            and shared_bytes(padded(depth), 1, SPLITS) <= device.shared
-        ):
+        if splits_keys(o, rows, device) and shared_bytes(padded(depth), 1, SPLITS) <= device.shared:
             if Int(o.s) > warp_keys(padded(depth)):
                 enqueue_flash[dtype, depth, 1, SPLITS, mask](o, tensors, sizes, ctx)
             else:  # a warp attends to all keys at once

@@ -16,6 +16,10 @@ long it is; elsewhere it is one tile for each consumer. A block goes from item t
 from tile of queries to tile of queries, whichever item that is of. T and S need not fit the tiles:
 the copy engine fills what is missing with zeros, and scores of missing keys are minus infinity.
 
+Where there is one head, a linear layer can follow in the same kernel (`Config.projected`): a tile's
+result, rounded, goes from registers into the product with the layer's weights. The residual comes
+when the queries have been read; sums, the residual added, take its place, and leave from there.
+
 A head is one or more boxes of rows of 64 channels, or 32, side by side in shared memory: a tile of a
 matrix is a box after a box. The first product goes through the boxes as through K, the second finds
 its columns in them.
@@ -37,22 +41,25 @@ from std.utils.static_tuple import StaticTuple
 
 from ..choice import Cheapest
 from ..device import Device
-from ..hopper.accumulator import Fragment
-from ..hopper.epilogue import store_rows
-from ..hopper.mma import ROWS, Matrix, mma, settled
+from ..hopper.accumulator import Fragment, Sums
+from ..hopper.epilogue import finish_boxes, store_rows
+from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
+from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
     fence_barrier_init,
     registers_give,
     registers_take,
+    stores_commit,
+    stores_read,
     sync_threads,
 )
 from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
-from ..hopper.tma import TensorMaps, TileLoader, tensor_map
+from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, dtypes
+from ..operands import F32, Data, Operands, dtypes
 from ..rows import over_lanes
 from .config import LOG2_E, Attention, Standing, affine
 from .mask import Mask, MaskSizes, MaskTensors
@@ -72,6 +79,8 @@ struct Config(TrivialRegisterPassable):
     """Keys of a tile, a multiple of 16."""
     var stages: Int
     """Stages of the ring, of a tile of keys and one of values."""
+    var projected: Bool
+    """Whether a linear layer multiplies the results before they are stored: those of the only head."""
 
     def label(self) -> String:
         """Names the tile for a profiler, as a part of a kernel's symbol.
@@ -80,6 +89,14 @@ struct Config(TrivialRegisterPassable):
             Channels, consumers, keys and stages.
         """
         return String(t"{self.depth}_{self.groups}x{self.keys}x{self.stages}")
+
+    def op(self) -> String:
+        """Names what is computed, for a profiler.
+
+        Returns:
+            The op.
+        """
+        return "attention_linear" if self.projected else "attention"
 
     @always_inline
     def threads(self) -> Int:
@@ -155,14 +172,43 @@ struct Config(TrivialRegisterPassable):
         return (Pipeline.BARRIERS + Pipeline.PART) * self.stages
 
     @always_inline
+    def layer(self) -> Int:
+        """Counts the bytes of the linear layer: its weights, and a residual of each consumer.
+
+        Returns:
+            Two for each number; 0 without such a layer.
+        """
+        if not self.projected:
+            return 0
+        return 2 * self.depth * self.depth + self.groups * self.queries()
+
+    @always_inline
+    def before_barriers(self) -> Int:
+        """Counts the bytes of shared memory before the barriers.
+
+        Returns:
+            Those of the ring, the queries, and the layer.
+        """
+        return self.ring() + self.groups * self.queries() + self.layer()
+
+    @always_inline
     def shared(self) -> Int:
         """Counts the bytes of shared memory.
 
         Returns:
-            The ring, the queries, the barriers, and what aligning them may take.
+            All of these, the barriers, and what aligning them may take.
         """
-        var queries = self.groups * (self.queries() + Pipeline.BARRIERS)
-        return self.ring() + queries + self.barriers() + SWIZZLED
+        var others = 2 * self.groups + 1 if self.projected else self.groups
+        return self.before_barriers() + self.barriers() + others * Pipeline.BARRIERS + SWIZZLED
+
+    @always_inline
+    def maps(self) -> Int:
+        """Counts the tensor maps.
+
+        Returns:
+            Those of q, k and v, and of the layer's weights, residual and result.
+        """
+        return 6 if self.projected else 3
 
 
 def short(depth: Int) -> Config:
@@ -175,10 +221,10 @@ def short(depth: Int) -> Config:
         The sizes.
     """
     if depth == 96:
-        return Config(depth, 3, 64, 7)
+        return Config(depth, 3, 64, 7, False)
     if depth == 128:
-        return Config(depth, 2, 64, 6)
-    return Config(depth, 3, 64, 12)
+        return Config(depth, 2, 64, 6, False)
+    return Config(depth, 3, 64, 12, False)
 
 
 def long(depth: Int) -> Config:
@@ -191,10 +237,14 @@ def long(depth: Int) -> Config:
         The sizes.
     """
     if depth == 96:
-        return Config(depth, 2, 112, 4)
+        return Config(depth, 2, 112, 4, False)
     if depth == 128:
-        return Config(depth, 2, 112, 3)
-    return Config(depth, 3, 80, 9)
+        return Config(depth, 2, 112, 3, False)
+    return Config(depth, 3, 80, 9, False)
+
+
+comptime PROJECTED = Config(64, 3, 80, 8, True)
+"""The tiles for the only head of 64 channels, and a linear layer behind."""
 
 
 def least_keys(depth: Int) -> Int:
@@ -288,6 +338,45 @@ struct Problem[dtype: DType, out: DType](KernelArgument, TrivialRegisterPassable
         return ceildiv(items * self.period, consumers)
 
 
+struct Result[dtype: DType, out: DType, projected: Bool](KernelArgument, TrivialRegisterPassable):
+    """Where results go: to y, or through a linear layer.
+
+    Parameters:
+        dtype: Of q, k and v, and of that layer's tensors.
+        out: Of y.
+        projected: Whether there is such a layer.
+    """
+
+    comptime LAYERS = 1 if Self.projected else 0
+    """How many layers there are: kernels without one receive nothing of it."""
+
+    comptime device_type: AnyType = Self
+    """A kernel receives it as it is."""
+
+    var y: Data[Self.out]
+    """y[N, T, C]; not written if there is a layer."""
+    var bias: StaticTuple[Data[F32], Self.LAYERS]
+    """Of the layer [C]."""
+    var moments: StaticTuple[Norm, Self.LAYERS]
+    """Of the rows of its result."""
+
+    def __init__(
+        out self, y: Data[Self.out], linear: Optional[Operands[Self.dtype]], moments: Optional[Norm]
+    ):
+        """Names the tensors.
+
+        Args:
+            y: Result of the attention.
+            linear: The layer's, if there is one.
+            moments: Of the rows of its result.
+        """
+        self.y = y
+        self.bias = StaticTuple[Data[F32], Self.LAYERS]()
+        self.moments = StaticTuple[Norm, Self.LAYERS]()
+        comptime if Self.projected:
+            self.bias[0], self.moments[0] = linear.value().bias, moments.value()
+
+
 @fieldwise_init
 struct Item(TrivialRegisterPassable):
     """What an item is of."""
@@ -370,7 +459,7 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
         return self._number() < problem.schedule.tiles
 
 
-@__name(t"attention_hopper_{mask.label()}{config.label()}_{dtypes[dtype, out]()}")
+@__name(t"{config.op()}_hopper_{mask.label()}{config.label()}_{dtypes[dtype, out]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
@@ -379,8 +468,8 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
 def hopper_attention_kernel[
     dtype: DType, out: DType, config: Config, mask: Mask
 ](
-    maps: TensorMaps[3],
-    y: Data[out],
+    maps: TensorMaps[config.maps()],
+    result: Result[dtype, out, config.projected],
     problem: Problem[dtype, out],
     tensors: MaskTensors[dtype],
     sizes: MaskSizes,
@@ -394,18 +483,21 @@ def hopper_attention_kernel[
         mask: What is done to the scores.
 
     Args:
-        maps: Tensor maps of q, k and v.
-        y: Result y[N, T, C].
+        maps: Tensor maps of q, k and v, and of a linear layer's weights, residual and result.
+        result: Result y[N, T, C], or the other tensors of that layer.
         problem: Sizes.
         tensors: What masks read.
         sizes: Where that lies.
     """
     comptime assert config.keys % 16 == 0, "attention: a step of wgmma takes 16 keys"
     comptime assert config.depth % 32 == 0, "attention: a box has 32 channels, or 64"
+    comptime assert not config.projected or (
+        config.depth == 64 and out == dtype and not mask.some() and not mask.logsumexp
+    ), "attention: a linear layer takes 64 channels, without masks or 8 bits"
     var data = shared_memory["hopper_attention"]()
     var pipeline = Pipeline(
         data,
-        data + UInt32(config.ring() + config.groups * config.queries()),
+        data + UInt32(config.before_barriers()),
         stages=Int32(config.stages),
         bytes=UInt32(2 * config.tile()),
         parts=2,
@@ -415,6 +507,10 @@ def hopper_attention_kernel[
         pipeline.init[config.stages](consumers=Int(problem.period))
         comptime for i in range(config.groups):
             _queries[config](data, Int32(i)).init[1](consumers=1)
+        comptime if config.projected:
+            _weights[config](data).init[1](consumers=1)
+            comptime for i in range(config.groups):
+                _residual[config](data, Int32(i)).init[1](consumers=1)
         fence_barrier_init()
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
@@ -427,7 +523,7 @@ def hopper_attention_kernel[
     else:
         registers_take[config.registers()]()
         _consume[dtype, config, mask](
-            maps.address(), y, problem, tensors, sizes, pipeline, Fragment(t)
+            maps.address(), result, problem, tensors, sizes, pipeline, Fragment(t)
         )
 
 
@@ -437,11 +533,30 @@ def _queries[config: Config](data: UInt32, group: Int32) -> Pipeline:
 
     Its first thread is the producer too: it knows when the queries have been read.
     """
-    comptime AT = UInt32(config.ring())
-    comptime BARRIERS = UInt32(config.ring() + config.groups * config.queries() + config.barriers())
+    return _single[config](data, group, config.ring(), 0)
+
+
+@always_inline
+def _residual[config: Config](data: UInt32, group: Int32) -> Pipeline:
+    """Finds the residual of a consumer's rows, which the result replaces, likewise."""
+    comptime AT = config.ring() + config.groups * config.queries()
+    return _single[config](data, group, AT, config.groups)
+
+
+@always_inline
+def _weights[config: Config](data: UInt32) -> Pipeline:
+    """Finds the layer's weights, behind the residuals of all consumers."""
+    comptime AT = config.ring() + 2 * config.groups * config.queries()
+    return _single[config](data, 0, AT, 2 * config.groups)
+
+
+@always_inline
+def _single[config: Config](data: UInt32, group: Int32, first: Int, barriers: Int) -> Pipeline:
+    """Makes a ring of one stage, of 64 rows: of those at `first` the one with a consumer's number."""
+    comptime BARRIERS = config.before_barriers() + config.barriers()
     return Pipeline(
-        data + AT + UInt32(group) * UInt32(config.queries()),
-        data + BARRIERS + UInt32(group) * UInt32(Pipeline.BARRIERS),
+        data + UInt32(first) + UInt32(group) * UInt32(config.queries()),
+        data + UInt32(BARRIERS) + (UInt32(barriers) + UInt32(group)) * UInt32(Pipeline.BARRIERS),
         stages=1,
         bytes=UInt32(config.queries()),
     )
@@ -483,6 +598,11 @@ def _produce[
     var v = TileLoader(maps, 2)
     k.prefetch_descriptor()
     v.prefetch_descriptor()
+    comptime if config.projected:
+        # Weights do not depend on the kernel before.
+        var weights = _weights[config](at_start.data)
+        weights.expect(weights.bytes)
+        TileLoader(maps, 3).load(weights.stage(), weights.barrier(), 0, 0)
     wait_on_dependent_grids()
     var pipeline = at_start
     for number in problem.schedule.turns():
@@ -513,7 +633,7 @@ def _consume[
     out: DType, //, dtype: DType, config: Config, mask: Mask
 ](
     maps: UInt64,
-    y: Data[out],
+    result: Result[dtype, out, config.projected],
     problem: Problem[...],
     tensors: MaskTensors[dtype],
     sizes: MaskSizes,
@@ -537,6 +657,7 @@ def _consume[
         _load_queries[config](q, queries, next, problem)
     comptime if mask.reads():
         wait_on_dependent_grids()
+    var residual = _residual[config](at_start.data, at.group())
 
     # One consumer's products run under the others' exponentials.
     var order = OrderedSequence(at.group(), GROUPS)
@@ -606,6 +727,12 @@ def _consume[
         scores = settled(scores)
         queries.advance()
         if leads:
+            comptime if config.projected:
+                stores_read()
+                residual.expect(residual.bytes)
+                TileLoader(maps, 4).load(
+                    residual.stage(), residual.barrier(), 0, tile.first, tile.n
+                )
             _load_queries[config](q, queries, next, problem)
         var first = (key_tiles - 1) * Int32(KEYS)
         masks.apply(scores, bias, first, problem.scale)
@@ -640,21 +767,75 @@ def _consume[
                         softmax.highest[half] * softmax.scale,
                         sum,
                     )
-        var result = affine(problem.result)
-        store_rows[out, config.depth](
-            y,
-            at,
-            sums,
-            softmax.inverse_sums(result.scale),
-            row=tile.n * problem.t + tile.first,
-            rows=problem.t - tile.first,
-            column=tile.channel,
-            pitch=problem.c,
-            zero=result.zero,
-        )
+        comptime if config.projected:
+            sums = _multiply_result[dtype, config](
+                at_start.data, sums, softmax.inverse_sums(1), result.bias[0], at
+            )
+            var stored = finish_boxes[dtype, 1](residual, 1, at, sums, barrier=_own[config](at))
+            if leads:
+                TileStore(maps, 5).store(residual.stage(), 0, tile.first, tile.n)
+                stores_commit()
+            residual.advance()
+            var row = tile.first + at.row()
+            var place = tile.n * problem.t + row
+            leave_moments(
+                stored,
+                result.moments[0],
+                at,
+                low=place if row < problem.t else -1,
+                high=place + 8 if row + 8 < problem.t else -1,
+            )
+        else:
+            var stands = affine(problem.result)
+            store_rows[out, config.depth](
+                result.y,
+                at,
+                sums,
+                softmax.inverse_sums(stands.scale),
+                row=tile.n * problem.t + tile.first,
+                rows=problem.t - tile.first,
+                column=tile.channel,
+                pitch=problem.c,
+                zero=stands.zero,
+            )
         comptime if mask.causal:
             pipeline.advance()
             _skip_keys[config](pipeline, order, at, key_tiles, problem.key_tiles, filled=True)
+    comptime if config.projected:
+        if leads:
+            stores_read()
+
+
+@always_inline
+def _multiply_result[
+    dtype: DType, config: Config
+](
+    data: UInt32, sums: Sums[config.depth], scale: SIMD[F32, 2], bias: Data[F32], at: Fragment
+) -> Sums[config.depth]:
+    """Multiplies a head's result by the layer's weights, and adds the bias.
+
+    The result, scaled and rounded, is the left side as it lies in the registers.
+    """
+    comptime DEPTH = config.depth
+    var a = StaticTuple[Float32, DEPTH // 2](fill=0)
+    comptime for i in range(DEPTH // 2):
+        a[i] = sums[i] * scale[i // 2 % 2]
+    var p = rounded[dtype](a)
+    var total = Sums[DEPTH](fill=0)
+    comptime for j in range(DEPTH // 8):
+        var two = bias.unsafe_load[width=2, alignment=8](Int(at.column()) + 8 * j)
+        comptime for i in range(4):
+            total[4 * j + i] = two[i % 2]
+    var weights = _weights[config](data)
+    weights.wait()
+    var w = Matrix(weights.stage())
+    wgmma_fence_aligned()
+    comptime for k in range(DEPTH // 16):
+        var left = SIMD[DType.uint32, 4](p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3])
+        total = mma_registers[dtype](left, w.after(32 * k), total)
+    wgmma_commit_group_sync()
+    wgmma_wait_group_sync[0]()
+    return settled(total)
 
 
 @always_inline
@@ -772,7 +953,13 @@ def _period(query_tiles: Int, key_tiles: Int, heads: Int, config: Config, device
 def enqueue_hopper[
     out: DType, //, dtype: DType, config: Config, mask: Mask
 ](
-    o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
+    o: Attention[dtype, out],
+    tensors: MaskTensors[dtype],
+    sizes: MaskSizes,
+    ctx: DeviceContext,
+    *,
+    linear: Optional[Operands[dtype]] = None,
+    moments: Optional[Norm] = None,
 ) raises:
     """Enqueues the kernel.
 
@@ -787,23 +974,33 @@ def enqueue_hopper[
         tensors: What masks read.
         sizes: Where that lies.
         ctx: The GPU.
+        linear: Weights, bias, residual and result of the linear layer, if the config has one; y of
+            `o` is not stored then.
+        moments: Of the rows of that layer's result.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
     var device = Device(ctx)
     var problem = Problem(o, config, device)
-    var maps = TensorMaps[3]()
+    var maps = TensorMaps[config.maps()]()
     var n, t, s, c = Int64(o.n), Int64(o.t), Int64(o.s), Int64(o.c)
     var channels = Int32(config.row() // 2)
     var keys = Int32(config.keys)
     maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
     maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
     maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
+    comptime if config.projected:
+        var l = linear.value()
+        maps.maps[3] = matrix_map[dtype](
+            ctx, l.w, rows=config.depth, columns=config.depth, box=config.depth
+        )
+        maps.maps[4] = tensor_map[dtype, 3](ctx, l.residual, [c, t, n], [channels, Int32(ROWS), 1])
+        maps.maps[5] = tensor_map[dtype, 3](ctx, l.y, [c, t, n], [channels, Int32(ROWS), 1])
     launch[hopper_attention_kernel[dtype, out, config, mask]](
         ctx,
         maps,
-        o.y,
+        Result[dtype, out, config.projected](o.y, linear, moments),
         problem,
         tensors,
         sizes,

@@ -2,8 +2,9 @@
 
     y[n, t, f] = sum_c a[n, t, c] w[f, c] + bias[f] + residual[n, t, f],   a = attention(q, k, v)
 
-Where linear_hopper.mojo does not take it, it is two launches, and the attention's result between them
-has room in another output, which is not to be read.
+One head is a tile of the attention's own kernel (hopper.mojo); several have one of their own
+(linear_hopper.mojo). Elsewhere it is two launches, and the attention's result between them has room in
+another output, which is not to be read.
 """
 
 from extensibility import InputTensor, OutputTensor, register
@@ -17,7 +18,8 @@ from ..hopper.moments import Norm
 from ..operands import F32, Batch, Operands, data
 from ..target import IS_HOPPER
 from .config import Attention
-from .gpu import attention_gpu
+from .gpu import attention_gpu, splits_keys
+from .hopper import PROJECTED, enqueue_hopper
 from .linear_hopper import DEPTH, KEYS, enqueue_attention_linear, fills
 from .mask import Mask, MaskSizes, MaskTensors
 
@@ -87,9 +89,16 @@ struct AttentionLinear:
         var operands = Operands[y.dtype](
             data(attended), data(w), data(bias), data(residual), data(y)
         )
-        if Int(o.s) <= KEYS and fills(m, Device(ctx)):
-            enqueue_attention_linear[heads=heads](o, operands, norm, ctx)
-            return
+        comptime if heads == 1:
+            if not splits_keys(o, 2, Device(ctx)):
+                enqueue_hopper[y.dtype, PROJECTED, Mask()](
+                    o, MaskTensors(data(q)), MaskSizes(), ctx, linear=operands, moments=norm
+                )
+                return
+        else:
+            if Int(o.s) <= KEYS and fills(m, Device(ctx)):
+                enqueue_attention_linear[heads=heads](o, operands, norm, ctx)
+                return
         attention_gpu[y.dtype, DEPTH, Mask()](o, MaskTensors(data(q)), MaskSizes(), ctx)
         gemm[y.dtype, Epilogue("add", measures=True), True, False, True](
             Geometry(rows=m, depth=C, columns=C), operands, Batch(), ctx, norm=norm

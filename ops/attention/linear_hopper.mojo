@@ -34,16 +34,10 @@ from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
-from ..hopper.accumulator import (
-    Fragment,
-    Sums,
-    load_16x16,
-    row_16x16,
-    store_16x16,
-    sums_16x16,
-)
+from ..hopper.accumulator import Fragment, Sums, row_16x16, sums_16x16
+from ..hopper.epilogue import finish_boxes
 from ..hopper.mma import ROWS, Matrix, mma, settled
-from ..hopper.moments import Norm, RowSums
+from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
     fence_async,
@@ -60,7 +54,7 @@ from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, Operands, widened
+from ..operands import F32, Data, Operands
 from .config import LOG2_E, Attention
 from .softmax import Softmax, add_values, mask_keys, rounded
 
@@ -553,21 +547,9 @@ def _finish[
     comptime OWN = config.own()
     comptime STEP = UInt32(config.consumers)
     var boxes = tiles
-    var results = Array[SIMD[dtype, 8], 4 * OWN](fill=0)
-    comptime for box in range(OWN):
-        tiles.wait()
-        comptime for k in range(4):
-            results[4 * box + k] = load_16x16[dtype, k](tiles.stage(), at)
+    var results = finish_boxes[dtype, OWN](tiles, STEP, at, sums, barrier=UInt32(at.group()) + 1)
+    comptime for _ in range(OWN):
         tiles.advance(STEP)
-    tiles = boxes
-    comptime for box in range(OWN):
-        comptime for k in range(4):
-            comptime i = 4 * box + k
-            results[i] = (sums_16x16[i](sums) + widened(results[i])).cast[dtype]()
-            store_16x16[k](tiles.stage(), at, results[i])
-        tiles.advance(STEP)
-    fence_async()
-    sync_threads(UInt32(at.group()) + 1, UInt32(WARPGROUP))
     if at.leads():
         var stored = boxes
         comptime for box in range(OWN):
@@ -575,17 +557,14 @@ def _finish[
             stored.advance(STEP)
         stores_commit()
     var low = row + at.row()
-    var row_sums = RowSums()
-    comptime for group in range(2 * OWN):
-        row_sums.add[group](at, results[2 * group], results[2 * group + 1])
-        comptime if group % 4 == 3 or group == 2 * OWN - 1:
-            row_sums.store[group](
-                moments,
-                at,
-                low=low if low < problem.m else -1,
-                high=low + 8 if low + 8 < problem.m else -1,
-                f0=first,
-            )
+    leave_moments(
+        results,
+        moments,
+        at,
+        low=low if low < problem.m else -1,
+        high=low + 8 if low + 8 < problem.m else -1,
+        f0=first,
+    )
     if at.leads():
         stores_read()
         comptime for _ in range(OWN):

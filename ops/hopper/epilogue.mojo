@@ -20,11 +20,13 @@ from std.utils.static_tuple import StaticTuple
 from ..epilogue import Channels, Epilogue, apply
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data, Operands, Scales, narrowed, stored, widened
-from .accumulator import Fragment, pair, quad
+from .accumulator import Fragment, Sums, load_16x16, pair, quad, store_16x16, sums_16x16
 from .moments import GROUP, Norm, RowNorm, RowSums
+from .pipeline import Pipeline
 from .ptx import (
     cluster_load4,
     cluster_sync,
+    fence_async,
     shared_load,
     shared_load2,
     shared_load_float,
@@ -33,9 +35,10 @@ from .ptx import (
     shared_store2,
     shared_store_float,
     shared_store_matrices,
+    sync_threads,
 )
 from .scheduler import Share, Start
-from .shared import ROW, swizzle
+from .shared import ROW, WARPGROUP, swizzle
 
 
 struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, normed: Bool = False](
@@ -600,6 +603,49 @@ def reduce_cluster[
             var y = apply[epilogue, dtype](low.join(high), of, residual, tensors.residual_scale())
             tensors.y[0].unsafe_store[alignment=ALIGN](to, tensors.rounded[epilogue](y))
     cluster_sync()
+
+
+@always_inline
+def finish_boxes[
+    dtype: DType, boxes: Int
+](at_start: Pipeline, step: UInt32, at: Fragment, sums: Sums[_], *, barrier: UInt32) -> Array[
+    SIMD[dtype, 8], 4 * boxes
+]:
+    """Adds a residual of 16 bits to 64 rows of sums, and leaves results in its place.
+
+    They may be stored from there at once. One stage of a ring has 64 columns.
+
+    Parameters:
+        dtype: Of the residual and the results.
+        boxes: Stages.
+
+    Args:
+        at_start: The first stage; the residual need not have come.
+        step: From one of the stages to the next.
+        at: The thread's place.
+        sums: Of the thread, bias included.
+        barrier: One at which the warpgroup meets.
+
+    Returns:
+        The thread's results, in sixteens of columns, as `sums_16x16` takes them.
+    """
+    var tiles = at_start
+    var results = Array[SIMD[dtype, 8], 4 * boxes](fill=0)
+    comptime for box in range(boxes):
+        tiles.wait()
+        comptime for k in range(4):
+            results[4 * box + k] = load_16x16[dtype, k](tiles.stage(), at)
+        tiles.advance(step)
+    tiles = at_start
+    comptime for box in range(boxes):
+        comptime for k in range(4):
+            comptime i = 4 * box + k
+            results[i] = (sums_16x16[i](sums) + widened(results[i])).cast[dtype]()
+            store_16x16[k](tiles.stage(), at, results[i])
+        tiles.advance(step)
+    fence_async()
+    sync_threads(barrier, UInt32(WARPGROUP))
+    return results^
 
 
 @always_inline

@@ -252,3 +252,36 @@ struct RowSums(TrivialRegisterPassable):
                         2 * (Int(row) * Int(norm.groups) + Int(own)),
                         self.high if half else self.low,
                     )
+
+
+@always_inline
+def leave_moments[
+    dtype: DType, count: Int, //
+](
+    results: Array[SIMD[dtype, 8], count],
+    norm: Norm,
+    at: Fragment,
+    *,
+    low: Int32,
+    high: Int32,
+    f0: Int32 = 0,
+):
+    """Stores the moments of results in registers; all threads of a warp call this.
+
+    Parameters:
+        dtype: Of the results.
+        count: Sixteens of columns, an even number.
+
+    Args:
+        results: Of the thread, in sixteens of columns.
+        norm: Where to.
+        at: The thread's place.
+        low: The first row; nothing is stored of one below 0.
+        high: The second row, likewise.
+        f0: The first column.
+    """
+    var row_sums = RowSums()
+    comptime for group in range(count // 2):
+        row_sums.add[group](at, results[2 * group], results[2 * group + 1])
+        comptime if group % 4 == 3 or group == count // 2 - 1:
+            row_sums.store[group](norm, at, low=low, high=high, f0=f0)

@@ -1784,17 +1784,20 @@ def around_norm(
     return Case(name, inputs, weights, rewritten(write, len(size) + 1), reference, change)
 
 
-def projected(name: str, t: int, s: int, *, bias: bool = True, sharp: float = 1.0) -> Case:
-    """Makes a case of attention_linear: 6 heads of 64 channels, and the layer behind them.
+def projected(
+    name: str, t: int, s: int, *, heads: int = 6, bias: bool = True, sharp: float = 1.0
+) -> Case:
+    """Makes a case of attention_linear: heads of 64 channels, and the layer behind them.
 
     Args:
         name: Of the case.
         t: Queries.
         s: Keys.
+        heads: 6, or 1.
         bias: Whether the layer has one.
         sharp: Scales the scores, beside what is usual.
     """
-    c, heads, scale = 384, 6, sharp / 8
+    c, scale = 64 * heads, sharp / 8
     weights: dict[str, Shape] = {"norm.weight": (c,), "norm.bias": (c,)}
     for layer, f in (("proj", c), ("end", 8)):
         weights |= {f"{layer}.weight": (c, f), **({f"{layer}.bias": (f,)} if bias else {})}
@@ -2513,6 +2516,8 @@ ON_HOPPER = [
     projected("attention_linear one key", 1, 1, bias=False),
     projected("attention_linear many", 6400, 56, sharp=4.0),
     projected("attention_linear many, three images", 2200, 37),
+    projected("attention_linear of a head", 70, 200, heads=1),
+    projected("attention_linear of a head, many", 6010, 130, heads=1, sharp=4.0),
     along_tokens("token_linear gelu", 196, 768, 384, "gelu"),
     along_tokens("token_linear add", 384, 768, 196, "add"),
     along_tokens("token_linear many", 200, 8200, 130, "add_relu"),

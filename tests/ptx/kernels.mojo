@@ -3,7 +3,7 @@
 from max.gpu.host import DeviceContext
 from ops.attention.config import Attention
 from ops.attention.flash import enqueue_flash
-from ops.attention.hopper import enqueue_hopper, long, short
+from ops.attention.hopper import PROJECTED, enqueue_hopper, long, short
 from ops.attention.linear_hopper import enqueue_attention_linear
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
@@ -602,9 +602,15 @@ def main() raises:
         enqueue_hopper[BF16, short(64), one](attention, mask, places, ctx)
         enqueue_hopper[BF16, long(64), one](attention, mask, places, ctx)
     enqueue_hopper[F16, long(64), Mask(bias=True)](attention2, mask2, places, ctx)
-    enqueue_attention_linear[heads=6](attention, o, Norm(full, n), ctx)
-    enqueue_attention_linear[heads=3](
-        attention2, Operands[F16](half2, half2, full, half2, half2), Norm(full, n), ctx
+    var layer = Operands[F16](half2, half2, full, half2, half2)
+    var moments = Norm(full, n)
+    enqueue_attention_linear[heads=6](attention, o, moments, ctx)
+    enqueue_attention_linear[heads=3](attention2, layer, moments, ctx)
+    enqueue_hopper[BF16, PROJECTED, no](
+        attention, mask, places, ctx, linear=o, moments=moments
+    )
+    enqueue_hopper[F16, PROJECTED, no](
+        attention2, mask2, places, ctx, linear=layer, moments=moments
     )
     comptime for i in range(2):
         comptime out = [DType.uint8, DType.float8_e4m3fn][i]

@@ -1505,18 +1505,31 @@ def hopper_attention(
     out: str = "",
     seed: int = 0,
     masks: Masks | None = None,
+    linear: tuple[Array, Array, Array, Norm] | None = None,
 ) -> Array:
     """Runs ops/attention/hopper.mojo, `period` blocks of queries an item.
 
-    `tile` is the kernel's Config: consumers, keys and stages.
+    `tile` is the kernel's Config: consumers, keys and stages. `linear` has weights [C, C], bias and
+    residual [N, T, C] of a layer behind the only head, and gets the moments of its result.
     """
     groups, keys, stages = tile
-    memory, held = Tensors(), []
-    for a in (q, k, v, unwritten(q.shape, out or dtype)):
-        at = memory.add(a)
-        held.append((at, memory.array(at, a)))
+    memory = Tensors()
+    y_at, y = held(memory, unwritten(q.shape, out or dtype))
     rows, channels = (64, keys, keys), 32 if g.depth % 64 else 64
-    maps = [Tiled(a, (1, r, channels)) for r, (_, a) in zip(rows, held, strict=False)]
+    maps = [
+        Tiled(held(memory, a, late=True)[1], (1, r, channels))
+        for r, a in zip(rows, (q, k, v), strict=True)
+    ]
+    shared = stages * (keys * 4 * g.depth + 24) + groups * (128 * g.depth + 16) + 1024
+    result = pack("Q", y_at)
+    if linear:
+        w, bias, residual, norm = linear
+        maps += [
+            Tiled(held(memory, w)[1], (g.depth, 64)),
+            *(Tiled(a, (1, 64, 64)) for a in (held(memory, residual, late=True)[1], y)),
+        ]
+        shared += 2 * g.depth**2 + groups * (128 * g.depth + 16) + 16
+        result += pack("Q", memory.add(bias)) + norm.packed(memory)
     parts = -(-g.t // (64 * period))
     items = g.n * g.heads * parts
     sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period)
@@ -1525,15 +1538,15 @@ def hopper_attention(
     launch = Launch(
         kernel,
         [
-            bytes(128 * 3),
-            pack("Q", y_at),
+            bytes(128 * len(maps)),
+            result,
             pack("6if", *sizes, scale * np.log2(np.e)) + schedule,
             *_masks(memory, masks or Masks()),
         ],
         memory,
         grid=(min(items, processors),),
         threads=128 * (groups + 1),
-        shared_bytes=stages * (keys * 4 * g.depth + 24) + groups * (128 * g.depth + 16) + 1024,
+        shared_bytes=shared,
         maps=maps,
     )
     launch.run(seed)

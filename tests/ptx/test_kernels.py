@@ -1791,6 +1791,36 @@ def test_attention_linear(
     np.testing.assert_allclose(moments, moments_of(wide(y, dtype)), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("g", "dtype"),
+    [
+        (Heads(1, 784, 81, 1, 64), BF16),
+        (Heads(2, 130, 330, 1, 64), BF16),
+        (Heads(3, 65, 1, 1, 64), BF16),
+        (Heads(2, 200, 784, 1, 64), "float16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_hopper_attention_with_a_linear_layer(
+    find: Find, rng: np.random.Generator, g: Heads, dtype: str, seed: int
+) -> None:
+    """A consumer has several tiles, and the last one of an image is not full."""
+    (q, k, v), (w, bias, residual) = projected(rng, g, dtype)
+    residual = residual.reshape(q.shape)
+    norm = Norm(np.full((g.n * g.t, 2, 2), np.nan, np.float32))
+    kernel = find(f"attention_linear_hopper_64_3x80x8_{dtype}")
+    y = hopper_attention(
+        kernel, g, (3, 80, 8), q, k, v, 0.125, period=3, processors=1, dtype=dtype, seed=seed,
+        linear=(w, bias, residual, norm),
+    )  # fmt: skip
+    rows = attended(g, q, k, v, 0.125, dtype)
+    # Probabilities and the attention's result are rounded.
+    check(y, rows @ wide(w, dtype).T + bias + wide(residual, dtype), dtype, 2**-9)
+    want = moments_of(wide(y, dtype).reshape(-1, 64))
+    np.testing.assert_allclose(norm.moments, want, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_attention_linear_keeps_images_apart(
