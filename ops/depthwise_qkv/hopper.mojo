@@ -31,6 +31,7 @@ from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import NEVER, Cheapest
 from ..device import Device
 from ..hopper.ptx import (
     barrier_expect,
@@ -608,24 +609,63 @@ def _most(g: QkvSizes, tile: Int32, size: Int32) -> Int:
     return Int(most)
 
 
+def _kept(g: QkvSizes) -> Int:
+    """Counts the tokens of the map that a block keeps at most."""
+    return _most(g, g.rows, g.h) * _most(g, g.columns, g.w)
+
+
 def _bytes(g: QkvSizes) -> Int:
     """Counts the shared memory of a block."""
     var high = _most(g, g.rows, g.h)
-    var tokens = high * _most(g, g.columns, g.w) + Int(g.first)
+    var tokens = _kept(g) + Int(g.first)
     var weights = 2 * ZEROS + (1 + WEIGHTS) * Int(g.c)
     return weights + tokens * (2 * Int(g.c) + 16) + (high + 1) // 2 * 16
 
 
-def _tiled[c: Int](sizes: QkvSizes, device: Device) -> QkvSizes:
-    """Cuts the map into equal tiles; the largest are H200's of 2026-11-21 (docs/kernels.md)."""
+comptime FIXED = 130.0
+"""What a block costs beside its tokens, in the time that it takes to normalise one of 384 channels."""
+comptime QUERY = 4.5
+"""What a query and its share of keys and values cost, in that time."""
+
+
+def _largest[c: Int](sizes: QkvSizes) -> QkvSizes:
+    """Cuts the map into equal tiles, as few as possible (H200, 2026-11-21; docs/kernels.md)."""
     comptime ROWS = 14 if c < 384 else 7
+    return _cut[c](sizes, ceildiv(Int(sizes.h), ROWS), 1)
+
+
+def _cut[c: Int](sizes: QkvSizes, down: Int, parts: Int) -> QkvSizes:
+    """Cuts the map into equal tiles, and the channels of each into parts."""
     comptime COLUMNS = 28 if c == 64 else 14
     var g = sizes
-    g.rows = Int32(ceildiv(Int(g.h), ceildiv(Int(g.h), ROWS)))
+    g.rows = Int32(ceildiv(Int(g.h), down))
     g.columns = Int32(ceildiv(Int(g.w), ceildiv(Int(g.w), COLUMNS)))
-    # Few tiles leave multiprocessors idle: two blocks share a tile.
-    g.parts = 2 if 2 * _tiles(g) <= device.multiprocessors else 1
+    g.parts = Int32(parts)
     return g
+
+
+def _tiled[c: Int](sizes: QkvSizes, device: Device) -> QkvSizes:
+    """Cuts the map into the equal tiles, and these into parts, that take the least time.
+
+    Blocks that share a tile's channels normalise all of it.
+    """
+    var largest = _largest[c](sizes)
+    var choice = Cheapest(largest, _cost[c](largest, device))
+    comptime for parts in [1, 2, 4]:
+        comptime if c // BLOCK % parts == 0:
+            for down in range(ceildiv(sizes.h, largest.rows), ceildiv(sizes.h, 3) + 1):
+                var g = _cut[c](sizes, Int(down), parts)
+                choice.offer(g, _cost[c](g, device))
+    return choice.best
+
+
+def _cost[c: Int](g: QkvSizes, device: Device) -> Float64:
+    """Estimates the time of a launch (H200, 2026-11-28)."""
+    if _bytes(g) > SHARED:
+        return NEVER
+    var queries = Float64(Int(g.rows) * Int(g.columns)) / Float64(Int(g.parts))
+    var each = FIXED + (Float64(_kept(g)) + QUERY * queries) * Float64(c) / 384
+    return Float64(device.waves(_tiles(g) * Int(g.parts), RESIDENT)) * each
 
 
 def _tiles(g: QkvSizes) -> Int:
@@ -691,8 +731,10 @@ def enqueue_hopper[
             # From where on it is the faster one (batch 32 of CvT-13; batch 8 is not yet).
             comptime LEAST = 256 if c == 64 else 128 if c == 192 else 64
             var device = Device(ctx)
+            if _tiles(_largest[c](sizes)) < LEAST:
+                return False
             var g = _tiled[c](sizes, device)
-            if _tiles(g) < LEAST or _bytes(g) > SHARED:
+            if _bytes(g) > SHARED:
                 return False
             # Three small blocks instead of two, if there are enough to keep them coming.
             var many = _tiles(g) >= 8 * device.multiprocessors
