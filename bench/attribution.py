@@ -78,7 +78,11 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
     elif op == "conv2d_shortcut":
         ways = [[_gemm("relu", "1x2")], [_gemm("none"), _gemm("add_relu")]]
     elif op == "conv2d_chain":
-        ways += [[_gemm("add_relu"), _gemm("relu")]]
+        ways = [[r"conv2d_chain_(?!hopper_\d+x\d+and)\w+"], [_gemm("add_relu"), _gemm("relu")]]
+    elif op == "conv2d_shortcut_chain":
+        ways = [[r"conv2d_chain_hopper_\d+x\d+and\w+_(bfloat16|float16)_\w+"]]
+        ways += [[_gemm("relu", "1x2"), _gemm("relu")]]
+        ways += [[_gemm("none"), _gemm("add_relu"), _gemm("relu")]]
     elif op == "layernorm_mlp":
         ways += [[_gemm("norm_gelu"), _gemm("add")]]
     elif op == "qkv_linear":

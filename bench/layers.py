@@ -34,6 +34,7 @@ FILTERS = {
     "linear": (1,),
     "conv2d_shortcut": (1, 4),
     "conv2d_chain": (1, 4),
+    "conv2d_shortcut_chain": (1, 4, 6),
     "quantized_conv2d": (1,),
     "quantized_linear": (1,),
     "quantized_conv2d_shortcut": (1, 4),

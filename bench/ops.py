@@ -380,6 +380,14 @@ def _chain(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor,
     return h.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
 
 
+def _shortcut_chain(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
+    h = F.conv2d(_nchw(x[0]), w[1], _bias(w, 2, whole))
+    h = h + F.conv2d(_nchw(x[1]), w[4], _bias(w, 5, whole))
+    h = F.relu(h) if whole else h
+    z = F.conv2d(h, w[6], _bias(w, 7, whole))
+    return h.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
+
+
 def _row_moments(_: Layer, x: Tensors, __: Weights, ___: bool) -> torch.Tensor:
     groups = x[0].unflatten(-1, (-1, MOMENTS))
     groups = groups if groups.dtype == torch.float64 else groups.float()
@@ -520,6 +528,7 @@ OPERATORS = {
     "linear": Operator("linear", _linear),
     "conv2d_shortcut": Operator("2 conv2d", _shortcut),
     "conv2d_chain": Operator("2 conv2d", _chain),
+    "conv2d_shortcut_chain": Operator("3 conv2d", _shortcut_chain),
     "row_moments": Operator("2 sum", _row_moments),
     "linear_moments": Operator("linear", _linear_moments),
     "normed_linear": Operator("layer_norm, linear", _normed_linear),

@@ -271,7 +271,7 @@ def has_squeeze(channels: int, hidden: int, on_cpu: bool) -> bool:
 CHAINS = ((64, 64), (64, 128), (128, 128))
 """C and F of the chains of convolutions that ops/gemm/chain.mojo has a tile for."""
 SHORTCUT_CHAINS = ((64, 64, 64),)
-"""C, S of the shortcut and F of those that begin with a shortcut's sum, in 8 bits."""
+"""C, S of the shortcut and F of those that begin with a shortcut's sum."""
 MLPS = (64, 192)
 """C of the MLPs that it has one for."""
 PROJECTED = {64: 2**31 - 1, 384: 56}

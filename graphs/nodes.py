@@ -419,6 +419,48 @@ def conv2d_chain(
     return h, z
 
 
+def conv2d_shortcut_chain(
+    x: TensorValue,
+    filter: Filter,
+    source: TensorValue,
+    shortcut: Filter,
+    following: Filter,
+) -> tuple[TensorValue, TensorValue]:
+    """Ends a residual block that changes its width and begins the next, as ``conv2d_chain``.
+
+    On a GPU, for the widths of ``arrange.SHORTCUT_CHAINS``.
+
+    Args:
+        x: The activations [N, H, W, C].
+        filter: Their filter of 1 x 1.
+        source: What came into the block [N, H, W, S].
+        shortcut: Its filter of 1 x 1, without a stride.
+        following: The next block's first filter, likewise.
+
+    Returns:
+        h[N, H, W, K], and the next block's first activations [N, H, W, F].
+
+    Raises:
+        ArgumentError: If shapes do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    filters = filter, shortcut, following
+    outs = shapes.conv2d_shortcut_chain(
+        _type(x), _filter(filter), None, _type(source), _filter(shortcut), None,
+        _filter(following), None,
+    )  # fmt: skip
+    c, s, f = filter.shape[2], shortcut.shape[2], following.shape[3]
+    values = [x, filter.dense, filter.bias, source, shortcut.dense, shortcut.bias]
+    values += [following.dense, following.bias]
+    parameters = {
+        "tf32": _tf32(x, all(each.tf32 for each in filters)),
+        "aligned": all(_aligned(x, each) for each in filters),
+    }
+    widths = {"c": c, "s": s, "f": f}
+    h, z = _custom("conv2d_shortcut_chain", values, outs, {**parameters, **widths})
+    return h, z
+
+
 def linear(
     x: TensorValue,
     weight: Filter,

@@ -333,6 +333,25 @@ def conv2d_chain(
     return h, conv2d(h, following, following_bias, layout="NHWC", name=name)
 
 
+def conv2d_shortcut_chain(
+    x: Type,
+    filter: Type,
+    bias: Type | None,
+    source: Type,
+    shortcut: Type,
+    shortcut_bias: Type | None,
+    following: Type,
+    following_bias: Type | None,
+) -> tuple[Type, Type]:
+    """Types h = relu(conv2d(x, filter) + conv2d(source, shortcut)) and relu(conv2d(h, following)).
+
+    All 1 x 1, in NHWC.
+    """
+    h = conv2d_shortcut(x, filter, bias, source, shortcut, shortcut_bias)
+    name = "conv2d_shortcut_chain"
+    return h, conv2d(h, following, following_bias, layout="NHWC", name=name)
+
+
 def linear(
     x: Type,
     weight: Type,
@@ -1699,6 +1718,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "reduce_results": reduce_results,
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
+    "conv2d_shortcut_chain": conv2d_shortcut_chain,
     "quantized_conv2d": quantized_conv2d,
     "quantized_conv2d_chain": quantized_conv2d_chain,
     "quantized_conv2d_shortcut": quantized_conv2d_shortcut,

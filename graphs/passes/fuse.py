@@ -471,14 +471,14 @@ def _added(epilogue: str) -> str:
 def chain(program: Program, on: Backend) -> Program:
     """Computes a block's last 1 x 1 and the next one's first in one op, on a GPU.
 
-    The last may have a residual or, in 8 bits, its shortcut's convolution.
+    The last may have a residual or its shortcut's convolution.
     """
     rewrite = Rewrite(program)
     for conv in program.nodes if on.is_gpu else ():
-        eight_bit, shortcut = conv.op != "conv2d", conv.op == "quantized_conv2d_shortcut"
+        eight_bit, shortcut = conv.op.startswith("quantized"), conv.op.endswith("conv2d_shortcut")
         end, own = _rectifying(program, conv), 6 if shortcut else 4
         if shortcut:
-            begins = _is_flat(program, conv) and conv.attributes["epilogue"] == end
+            begins = _is_flat(program, conv) and conv.attributes.get("epilogue", end) == end
         else:
             begins = _is_pointwise(program, conv, _added(end))
             begins = begins and (not eight_bit or _stores_bytes(conv))

@@ -3,7 +3,8 @@
     h[n, p, q, k] = relu(bias[k] + residual[n, p, q, k] + sum_c x[n, p, q, c] w[c, k])
     z[n, p, q, f] = relu(next_bias[f] + sum_k h[n, p, q, k] v[k, f])
 
-He et al. 2015, figure 5, right. The second convolution takes h from shared memory.
+He et al. 2015, figure 5, right. The second convolution takes h from shared memory. In the place of the
+residual there may be the block's shortcut, a convolution of 1 x 1 in the same sum.
 
 In 8 bits numbers are stored as quantized.mojo says, and no zero point is known.
 """
@@ -13,7 +14,7 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..gemm.chain import ChainTensors, ChainVectors, try_chain
-from ..gemm.gpu import gemm_bytes, gemm_bytes_shortcut
+from ..gemm.gpu import gemm_bytes, gemm_bytes_shortcut, gemm_shortcut
 from ..geometry import Geometry
 from ..operands import F32, Affine, Operands, Scales, data
 from ..target import IS_HOPPER
@@ -86,6 +87,90 @@ struct Conv2dChain:
         conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32, aligned=aligned, windows=False](
             Geometry(rows=m, depth=c, columns=k),
             Operands[h.dtype](data(x), data(filter), data(bias), data(residual), data(h)),
+            ctx,
+        )
+        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False](
+            Geometry(rows=m, depth=k, columns=f),
+            Operands[h.dtype](data(h), data(next), data(next_bias), data(h), data(z)),
+            ctx,
+        )
+
+
+@register("conv2d_shortcut_chain")
+struct Conv2dShortcutChain:
+    """Convolves x[N, P, Q, C] and source[N, P, Q, S] into h[N, P, Q, K], and that into z[N, P, Q, F]."""
+
+    @staticmethod
+    def execute[
+        target: StaticString, tf32: Bool, aligned: Bool, c: Int, s: Int, f: Int
+    ](
+        h: OutputTensor[rank=4, ...],
+        z: OutputTensor[dtype=h.dtype, rank=4, ...],
+        x: InputTensor[dtype=h.dtype, rank=4, ...],
+        filter: InputTensor[dtype=h.dtype, rank=1, ...],
+        bias: InputTensor[dtype=F32, rank=1, ...],
+        source: InputTensor[dtype=h.dtype, rank=4, ...],
+        shortcut: InputTensor[dtype=h.dtype, rank=1, ...],
+        shortcut_bias: InputTensor[dtype=F32, rank=1, ...],
+        next: InputTensor[dtype=h.dtype, rank=1, ...],
+        next_bias: InputTensor[dtype=F32, rank=1, ...],
+        ctx: DeviceContext,
+    ) raises:
+        """Runs the op.
+
+        Parameters:
+            target: "gpu".
+            tf32: Whether it may round float32 to TF32 for the products.
+            aligned: As of conv2d, for all convolutions.
+            c: C.
+            s: S.
+            f: F.
+
+        Args:
+            h: What the block gives [N, P, Q, K].
+            z: The next block's first activations [N, P, Q, F].
+            x: Activations [N, P, Q, C].
+            filter: The 1 x 1 filter, flat, as graphs/arrange.py lays it out for the device.
+            bias: [K].
+            source: What came into the block [N, P, Q, S].
+            shortcut: Its 1 x 1 filter, flat, laid out alike.
+            shortcut_bias: [K].
+            next: The next block's 1 x 1 filter, likewise.
+            next_bias: [F].
+            ctx: The device.
+
+        Raises:
+            If a launch fails.
+        """
+        comptime assert target != "cpu", "conv2d_shortcut_chain: a CPU runs convolutions"
+        if h.size() == 0:
+            return
+        var k = h.shape()[3]
+        var m = h.size() // k
+        comptime if IS_HOPPER and h.dtype.is_half_float():
+            if try_chain[h.dtype, "conv2d_chain", c, f, s=s](
+                m,
+                k,
+                ChainTensors[h.dtype](
+                    data(x),
+                    data(filter),
+                    data(next),
+                    data(z),
+                    data(source),
+                    data(h),
+                    data(shortcut),
+                ),
+                ChainVectors[](data(bias), data(next_bias), source=data(shortcut_bias)),
+                ctx,
+            ):
+                return
+        gemm_shortcut[h.dtype, tf32, aligned](
+            Geometry(rows=m, depth=c, columns=k),
+            Operands[h.dtype](data(x), data(filter), data(bias), data(x), data(h)),
+            Geometry(rows=m, depth=s, columns=k),
+            Operands[h.dtype](
+                data(source), data(shortcut), data(shortcut_bias), data(source), data(h)
+            ),
             ctx,
         )
         conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False](

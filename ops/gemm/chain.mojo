@@ -6,11 +6,14 @@
     MLP:    x = norm(tokens), act = GELU, nothing; skip = tokens. h is never stored.
     Chain:  act = relu, relu; h is stored, and never read again.
 
-A chain may be of 8 bits: then each filter's sum has a scale, and the residual one, as in hopper.mojo, and
-the filters of w1 and w2 are in quads (`quad` of accumulator.mojo). In the place of the residual there may
-be a second source, the 1 x 1 of the block's shortcut, as in `hopper_shortcut`:
+In the place of the residual there may be a second source, the 1 x 1 of the block's shortcut, as in
+`hopper_shortcut`:
 
     h[m, k] = act(sum_c x[m, c] w1[k, c] + bias1[k] + sum_s source[m, s] v[k, s] + bias[k])
+
+In 16 bits these are more steps of the same sums. A chain may be of 8 bits: then each filter's sum has a
+scale, and the residual one, as in hopper.mojo, and the filters of w1 and w2 are in quads (`quad` of
+accumulator.mojo).
 
 A block computes tiles of `64 * groups` rows, 64 by each consumer, a warpgroup. A consumer goes
 through h in chunks of 128 bytes: the first product's sums pass the activation in the registers where
@@ -94,7 +97,7 @@ struct ChainConfig(TrivialRegisterPassable):
     var bytes: Bool
     """Whether numbers have 8 bits, not 16."""
     var s: Int
-    """Boxes of 64 columns of a second source, in 8 bits; 0 if there is a residual."""
+    """Boxes of 64 columns of a second source; 0 if there is a residual."""
 
     def __init__(
         out self,
@@ -168,8 +171,9 @@ struct ChainConfig(TrivialRegisterPassable):
         Returns:
             Those of a chunk of its rows, and of v's behind them.
         """
-        var source = self.chunk() * self.row(self.s) if self.s else 0
-        return self.copies(self.c) * self.chunk() * self.row(self.c) + source
+        var x = self.copies(self.c) * self.row(self.c)
+        var source = self.copies(self.s) * self.row(self.s) if self.s else 0
+        return (x + source) * self.chunk()
 
     @always_inline
     def w2(self) -> Int:
@@ -280,7 +284,11 @@ def chain_config(
         The tile; `groups` is 0 where there is none.
     """
     if few:
-        if c == 64 and f <= 128 and not bytes and (f == 64 or not mlp):
+        if s == 64 and c == 64 and f == 64 and not bytes:
+            return ChainConfig(
+                groups=1, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=4, s=1
+            )
+        if s == 0 and c == 64 and f <= 128 and not bytes and (f == 64 or not mlp):
             return ChainConfig(
                 groups=1,
                 c=1,
@@ -303,6 +311,10 @@ def chain_config(
                 h_stages=3,
                 bytes=True,
                 s=1,
+            )
+        if c == 64 and f == 64 and s == 64:
+            return ChainConfig(
+                groups=2, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=3, s=1
             )
         return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
     if bytes and c == 64 and f == 64:
@@ -379,7 +391,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         Returns:
             Of all parts, and what aligning them may take.
         """
-        comptime vectors = 3 if Self.config.s else 2
+        comptime vectors = 3 if Self.config.s and Self.config.bytes else 2
         return Self.BIAS1 + vectors * chunks * Self.config.chunk() * 4 + SWIZZLED
 
     @always_inline
@@ -542,6 +554,8 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             var value = Float32(0)
             if i < problem.hidden:
                 value = vectors.bias1[unsafe_offset=Int(i)]
+                comptime if Self.config.s > 0:
+                    value += vectors.bias[unsafe_offset=Int(i)]
             var at = self.data + UInt32(Self.BIAS1) + UInt32(i // 2 * 16 + i % 2 * 4)
             shared_store_float(at, value)
             shared_store_float(at + 8, value)
@@ -613,15 +627,23 @@ struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassabl
     var scales: StaticTuple[Scales, Self.SCALES]
     """Of h and its residual, and of z."""
 
-    def __init__(out self, bias1: Data[F32], bias2: Data[F32], moments: Optional[Data[F32]] = None):
+    def __init__(
+        out self,
+        bias1: Data[F32],
+        bias2: Data[F32],
+        moments: Optional[Data[F32]] = None,
+        *,
+        source: Optional[Data[F32]] = None,
+    ):
         """Names the vectors of a chain without scales.
 
         Args:
             bias1: Of h.
             bias2: Of z[F].
             moments: Of the rows of x, if there is a norm.
+            source: The bias of a second source, of h.
         """
-        self.bias1, self.bias2, self.bias = bias1, bias2, bias1
+        self.bias1, self.bias2, self.bias = bias1, bias2, source.or_else(bias1)
         self.moments = moments.or_else(bias1)
         self.scales = StaticTuple[Scales, Self.SCALES](fill=Scales(bias1))
 
@@ -643,8 +665,7 @@ struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassabl
             second: Of z.
             source: The bias of a second source, of h.
         """
-        self = Self(bias1, bias2)
-        self.bias = source.or_else(bias1)
+        self = Self(bias1, bias2, source=source)
         comptime if Self.scaled:
             self.scales[0], self.scales[1] = first, second
 
@@ -764,6 +785,7 @@ def _produce[
             comptime for i in range(config.copies(config.c)):
                 x.load(to + UInt32(i * BOX), full, Int32(i * WIDTH), m0 + Int32(g * ROWS))
             comptime if config.s > 0:
+                comptime assert config.s == 1, "chain: a second source has 64 columns"
                 residual.load(to + UInt32(config.tile(config.c)), full, 0, m0 + Int32(g * ROWS))
             tiles[g].advance()
         for chunk in range(problem.chunks):
@@ -800,7 +822,9 @@ def _load_weights[
         comptime for i in range(config.copies(config.c)):
             w1.load(to + UInt32(i * BOX), full, Int32(i * WIDTH), column)
         comptime if config.s > 0:
-            comptime BEHIND = UInt32(config.chunk() * config.row(config.c))
+            comptime BEHIND = UInt32(
+                config.copies(config.c) * config.chunk() * config.row(config.c)
+            )
             TileLoader(maps, 6).load(to + BEHIND, full, 0, column)
     else:
         var w2 = TileLoader(maps, 2)
@@ -855,7 +879,7 @@ def _consume[
             var sums = storage.bias1(chunk, at)
             weights.wait()
             wgmma_fence_aligned()
-            sums = mma[dtype, WIDTH, C, BOX](
+            sums = mma[dtype, WIDTH, C + config.s, BOX](
                 Matrix[wide=True](x), Matrix[wide=True](storage.weights_stage(weights.index)), sums
             )
             wgmma_commit_group_sync()
@@ -872,7 +896,7 @@ def _consume[
                 chunks.wait()
             comptime for k in range(4):
                 var v = sums_16x16[k](sums)
-                comptime if not mlp:
+                comptime if not mlp and config.s == 0:
                     v += widened(load_16x16[dtype, k](chunks.stage(), at))
                 h[k] = activate[first, dtype](v).cast[dtype]()
                 comptime if not mlp:

@@ -32,6 +32,7 @@ from tests.ops.cases import EPILOGUES
 OTHERS = {
     "max_pool2d": "pool_max_8", "avg_pool2d": "pool_mean_8",
     "class_token": "class_token_layernorm_16x3",
+    "conv2d_shortcut_chain": "conv2d_chain_hopper_128x64and64x64x8",
 }  # fmt: skip
 """Ops whose kernels are called otherwise."""
 
@@ -101,6 +102,7 @@ def recorded(node: Named, fused: bool = True) -> list[Recorded]:
     """What a node launches: one kernel, or several where the fused one is not to be had."""
     apart = {
         "conv2d_chain": ["gemm_cores_add_relu", "gemm_cores_relu"],
+        "conv2d_shortcut_chain": ["gemm_cores_none", "gemm_cores_add_relu", "gemm_cores_relu"],
         "conv2d_shortcut": ["gemm_cores_none", "gemm_cores_add_relu"],
         "layernorm_mlp": ["gemm_resident_64x64_norm_gelu", "gemm_resident_64x64_add"],
         "attention_linear": ["attention_flash_64_1x4", "gemm_resident_64x32_add_moments"],

@@ -416,6 +416,11 @@ def _chain(
     return _last(h), _last(F.conv2d(h, following, following_bias).relu())
 
 
+def _shortcut_chain(*given: Any) -> tuple[Tensor, Tensor]:
+    h = _shortcut(*given[:6])
+    return h, _last(F.conv2d(_first(h), *given[6:]).relu())
+
+
 def _qkv_linear(*given: Any) -> list[Tensor]:
     return [F.linear(given[i], given[3 + 2 * i], given[4 + 2 * i]) for i in range(3)]
 
@@ -753,6 +758,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "foreach": _foreach,
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": _chain,
+    "conv2d_shortcut_chain": _shortcut_chain,
     "full": lambda *, shape, value: torch.full(shape, value, dtype=torch.float64),
     "fake_quantize_filter": _fake_quantize_filter,
     "bytes_mean": lambda mean, scale, *, step, low: mean + low * step / scale,

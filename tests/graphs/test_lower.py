@@ -304,7 +304,12 @@ def test_the_variants_run_every_op_of_a_cpu() -> None:
     daily = [each.final for each in VARIANTS if not each.nightly]
     ran = {node.op for final in daily for node in final.nodes if not node.at_load}
     gpu = {"conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm", "stem_conv2d"}
-    gpu |= {"token_linear", "quantized_conv2d_chain", "quantized_conv2d_shortcut"}
+    gpu |= {
+        "conv2d_shortcut_chain",
+        "token_linear",
+        "quantized_conv2d_chain",
+        "quantized_conv2d_shortcut",
+    }
     gpu |= {"quantized_conv2d_shortcut_chain", "quantized_qkv_linear", "row_moments"}
     gpu |= {"linear_moments", "normed_linear", "attention_linear"}
     assert ran | set(ELEMENTWISE) == set(EMIT) - gpu  # tests/ops has those that differ in a word

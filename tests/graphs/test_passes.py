@@ -23,6 +23,7 @@ from maxvision.graphs.arrange import (
     MLPS,
     PROJECTED,
     PROJECTED_DEPTH,
+    SHORTCUT_CHAINS,
     is_aligned,
 )
 from maxvision.graphs.backend import Backend
@@ -125,6 +126,8 @@ def any_width() -> Iterator[None]:
     """Lets kernels of few widths take the small ones of random networks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fuse, "CHAINS", tuple((c, f) for c in (2, 4, 6) for f in (2, 4, 6)))
+        widths = ((c, s, f) for c in (2, 4, 6) for s in (2, 4, 6) for f in (2, 4, 6))
+        patch.setattr(fuse, "SHORTCUT_CHAINS", tuple(widths))
         patch.setattr(norms, "MLPS", (2, 6))
         for module in (norms, shapes):
             patch.setattr(module, "MOMENTS", 2)
@@ -167,7 +170,7 @@ def test_random_networks_meet_every_op(any_width: None) -> None:
         found += ops(passes.run(from_pixels(program, "uint8", backend.dtype), backend))
     fused = {
         "attention", "layernorm_first", "class_token", "qkv_linear", "depthwise_qkv",
-        "conv2d_shortcut", "conv2d_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm",
+        "conv2d_shortcut", "conv2d_chain", "conv2d_shortcut_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm",
         "stem_conv2d", "squeeze_excite", "row_moments", "linear_moments", "normed_linear",
     }  # fmt: skip
     assert fused <= set(found)
@@ -410,6 +413,18 @@ def links(
     net.output("block", y)
     next = raw(net, y, "next", f, kernel, stride=stride, padding=kernel // 2, **window)
     return getattr(net, follow)(next)
+
+
+def bottleneck(
+    net: Net, x: Value, f: int = 64, *, kernel: int = 1, stride: int = 1, follow: str = "relu"
+) -> Value:
+    """Adds a block that ends in one sum with its shortcut, and the next one's first 1 x 1."""
+    source = net.relu(raw(net, x, "before", 64, 1))
+    y = net.relu(raw(net, x, "one", 64, 1, stride=stride))
+    y = raw(net, y, "last", 80, kernel, padding=kernel // 2)
+    y = net.relu(y + raw(net, source, "shortcut", 80, 1, stride=stride))
+    net.output("block", y)
+    return getattr(net, follow)(raw(net, y, "next", f, 1))
 
 
 def mlp(net: Net, x: Value, *, between: str = "gelu", seen: str = "", **rest: Any) -> Value:
@@ -1165,6 +1180,9 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "conv2d conv2d -> conv2d_shortcut",
     ),
     "a chain": ("chain", HIP, links, (80, 2, 3), "conv2d conv2d -> conv2d_chain"),
+    "a chain that begins with a shortcut": (
+        "chain", HIP, bottleneck, (16, 2, 3), "conv2d_shortcut conv2d -> conv2d_shortcut_chain",
+    ),
     "two that follow, of which one is chained": (
         "chain", CUDA,
         lambda n, x: n.output("a", links(n, x, 64, 128)) or n.relu(
@@ -1874,6 +1892,16 @@ REFUSES: dict[str, tuple[str, Backend, Write, tuple[int, ...]]] = {
     ),
     "shortcut: the last is sparse": ("shortcut", *with_format(block, "two"), IMAGE),
     "chain: a CPU": ("chain", CPU, links, (80, 2, 3)),
+    "chain: a shortcut on a CPU": ("chain", CPU, bottleneck, (16, 2, 3)),
+    **{
+        f"chain: a shortcut, {why}": (
+            "chain", CUDA, lambda n, x, rest=rest: bottleneck(n, x, **rest), (16, 3, 4)
+        )
+        for why, rest in {
+            "not in the table": {"f": 128}, "3 x 3": {"kernel": 3}, "a stride": {"stride": 2},
+            "gelu follows": {"follow": "gelu"},
+        }.items()
+    },
     "chain: sparse": ("chain", *with_format(links, "link", backend=CUDA), (80, 2, 3)),
     "chain: the next is sparse": ("chain", *with_format(links, "next", backend=CUDA), (80, 2, 3)),
     **{
@@ -2565,8 +2593,8 @@ def counted(family: str, spec: Any, backend: Backend, pixels: str = "uint8") -> 
 
 def test_resnet_50_on_nvidia() -> None:
     assert counted("resnet", RESNETS["resnet50"], CUDA) == {
-        "stem_maxpool": 1, "conv2d": 53 - 1 - 8 - 8, "conv2d_shortcut": 4, "conv2d_chain": 4,
-        "avg_pool2d": 1, "reshape": 1, "linear": 1,
+        "stem_maxpool": 1, "conv2d": 53 - 1 - 6 - 3 - 8, "conv2d_shortcut": 3, "conv2d_chain": 4,
+        "conv2d_shortcut_chain": 1, "avg_pool2d": 1, "reshape": 1, "linear": 1,
     }  # fmt: skip
 
 
@@ -2640,6 +2668,7 @@ def test_the_table_names_every_pass_in_its_order() -> None:
 
 def test_widths_of_the_tables_are_those_of_the_tests() -> None:
     assert (64, 64) in CHAINS and (64, 128) in CHAINS and (128, 64) not in CHAINS
+    assert SHORTCUT_CHAINS == ((64, 64, 64),)
     assert MLPS == (64, 192)
     assert (PROJECTED[384], PROJECTED_DEPTH) == (56, 64) and PROJECTED[64] >= 784
 

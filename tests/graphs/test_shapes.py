@@ -184,6 +184,7 @@ HEADS = Type((BATCH, 2, 5, 4))
 F33 = Type((4, 6, 3, 3))
 F11 = Type((4, 6, 1, 1))
 BYTES, FLOATS = (Type((BATCH, 8, 9, 6), dtype) for dtype in ("uint8", FLOAT8))
+PIXELS = Type((BATCH, 8, 9, 6))
 SHORTCUT = {"scale": 1.0, "source_scale": 1.0, "result_scale": 1.0}
 CHAIN = {"scale": 1.0, "residual_scale": 1.0, "result_scale": 1.0, "next_scale": 1.0}
 ROWS, MOMENTS = Type((BATCH, 5, 64), "bfloat16"), Type((BATCH, 5, 2, 2))
@@ -311,6 +312,10 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     ),
     r"expects a shortcut \[1, 1, C, 4\]": (
         "conv2d_shortcut", (X, F33, None, X, F33, None), {},
+    ),
+    "conv2d_shortcut_chain: filter .* expects C=9 but input .* has C=4": (
+        "conv2d_shortcut_chain",
+        (PIXELS, F11, None, PIXELS, F11, None, Type((5, 9, 1, 1)), None), {},
     ),
     "quantized_conv2d_shortcut: expects both inputs in uint8, or in float8_e4m3fn, but": (
         "quantized_conv2d_shortcut", (X, F33, None, X, F11, None), SHORTCUT,
@@ -466,6 +471,12 @@ def test_sums_and_chains_of_8_bits_are_stored_as_what_they_read(x: Type) -> None
     following = Type((9, 4, 1, 1))
     chain = infer("quantized_conv2d_chain", (x, F11, steps, image, following, None), CHAIN)
     assert chain == [image, Type((BATCH, 8, 9, 9), x.dtype)]
+
+
+def test_a_chain_gives_what_its_sum_is_and_what_follows() -> None:
+    given = (PIXELS, F11, None, PIXELS, F11, Type((4,)), Type((9, 4, 1, 1)), None)
+    h, z = infer("conv2d_shortcut_chain", given, {})
+    assert (h, z) == (Type((BATCH, 8, 9, 4)), Type((BATCH, 8, 9, 9)))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", FLOAT8])

@@ -1691,27 +1691,34 @@ def joined(
     return Case(name, [(*size, c), source], weights, build, reference)
 
 
-def chained(name: str, size: tuple[int, int], c: int, k: int, f: int) -> Case:
-    """Makes a case of conv2d_chain: x [size, c], a residual [size, k]; h and z side by side."""
+def chained(name: str, size: tuple[int, int], c: int, k: int, f: int, *, s: int = 0) -> Case:
+    """Makes a case of conv2d_chain: x [size, c], a residual [size, k]; h and z side by side.
+
+    Of conv2d_shortcut_chain if there are ``s`` channels of a shortcut, which has a filter of its own.
+    """
     weights: dict[str, Shape] = {
         "last.weight": (1, 1, c, k),
         "last.bias": (k,),
         "next.weight": (1, 1, k, f),
         "next.bias": (f,),
     }
+    weights |= {"shortcut.weight": (1, 1, s, k), "shortcut.bias": (k,)} if s else {}
 
     def write(net: Net, x: Value, residual: Value) -> list[Value]:
+        residual = net.conv2d(residual, "shortcut", k, 1) if s else residual
         h = net.relu(net.conv2d(x, "last", k, 1) + residual)
         return [h, net.relu(net.conv2d(h, "next", f, 1))]
 
     def reference(
         w: dict[str, torch.Tensor], x: torch.Tensor, residual: torch.Tensor
     ) -> torch.Tensor:
+        if s:
+            residual = residual @ w["shortcut.weight"][0, 0] + w["shortcut.bias"].to(x)
         h = (x @ w["last.weight"][0, 0] + w["last.bias"].to(x) + residual).relu()
         z = (h @ w["next.weight"][0, 0] + w["next.bias"].to(x)).relu()
         return torch.cat([h, z], dim=3)
 
-    return Case(name, [(*size, c), (*size, k)], weights, rewritten(write, 3), reference)
+    return Case(name, [(*size, c), (*size, s or k)], weights, rewritten(write, 3), reference)
 
 
 def mlp(name: str, tokens: int, c: int, k: int, *, measured: bool = False) -> Case:
@@ -2115,6 +2122,8 @@ CASES = [
     chained("conv2d_chain streams", (93, 92), 128, 512, 128),
     chained("conv2d_chain few", (5, 3), 128, 72, 128),
     chained("conv2d_chain odd", (5, 5), 12, 20, 7),
+    chained("conv2d_shortcut_chain", (90, 71), 64, 256, 64, s=64),
+    chained("conv2d_shortcut_chain few", (5, 3), 64, 72, 64, s=64),
     gated((14, 14), 240, 10, "silu", "sigmoid"),
     gated((7, 7), 1152, 48, "silu", "sigmoid"),
     gated((7, 7), 1088, 272, "silu", "sigmoid"),

@@ -288,6 +288,7 @@ def chains[
     _ = try_chain[dtype, "layernorm_mlp", 64, 64](n, n, o, vectors, ctx)
     _ = try_chain[dtype, "conv2d_chain", 64, 128](n, n, o, vectors, ctx)
     comptime if dtype == BF16:
+        _ = try_chain[dtype, "conv2d_chain", 64, 64, s=64](n, n, o, vectors, ctx)
         _ = try_chain[dtype, "layernorm_mlp", 192, 192](n, n, o, vectors, ctx)
         _ = try_chain[dtype, "conv2d_chain", 64, 64](n, n, o, vectors, ctx)
         _ = try_chain[dtype, "conv2d_chain", 128, 128](n, n, o, vectors, ctx)

@@ -1326,7 +1326,7 @@ class Chain:
 
     def vectors(self, chunks: int) -> int:
         """Bytes of biases, and of scales."""
-        each = 12 if self.s else 8
+        each = 12 if self.s and self.bytes else 8
         return 256 * self.f * (2 if self.bytes else 1) + each * chunks * self.chunk
 
 
@@ -1341,7 +1341,7 @@ def chain(
     dtype: str,
     scales: Sequence[Array] = (),
     residual_scale: float = 1,
-    source: tuple[Array, Array, Array] | None = None,
+    source: Sequence[Array] | None = None,
     processors: int = 2,
     seed: int = 0,
 ) -> tuple[Array, Array]:
@@ -1357,7 +1357,7 @@ def chain(
         dtype: Of x, h and z.
         scales: Of the sums of h and z, in 8 bits.
         residual_scale: Of the residual, likewise.
-        source: A second source [M, S], its weights v[K, S] and what x's sums are in its own.
+        source: A second source [M, S], its weights v[K, S] and, in 8 bits, what x's sums are in its own.
         processors: Blocks of the grid at most.
         seed: Of the order of warps and copies.
 
@@ -1377,7 +1377,7 @@ def chain(
     if source is not None:
         s = 64 * tile.s
         maps += [Tiled(held(source[0]), (64, s)), Tiled(h, (64, chunk))]
-        maps.append(Tiled(held(quads(source[1])), (chunk, s)))
+        maps.append(Tiled(held(quads(source[1]) if tile.bytes else source[1]), (chunk, s)))
     elif residual is not None:
         maps += [Tiled(held(residual), (64, chunk)), Tiled(h, (64, chunk))]
     else:

@@ -1524,6 +1524,8 @@ CHAINS = [
     ("layernorm_mlp", Chain(1, 1, 1, 8, 2), 256),
     ("conv2d_chain", Chain(1, 1, 1, 8, 2, 4), 256),
     ("conv2d_chain", Chain(1, 1, 2, 8, 2, 4), 200),
+    ("conv2d_chain", Chain(2, 1, 1, 8, 2, 3, s=1), 200),
+    ("conv2d_chain", Chain(1, 1, 1, 8, 2, 4, s=1), 256),
 ]
 
 
@@ -1535,22 +1537,27 @@ def chained(
     x = rounded(rng.standard_normal((m, c)) + 0.5, dtype)
     w1 = rounded(rng.standard_normal((hidden, c)) * c**-0.5, dtype)
     w2 = rounded(rng.standard_normal((f, hidden)) * hidden**-0.5, dtype)
-    vectors = [rng.standard_normal(n).astype(np.float32) for n in (hidden, f, c, c)]
+    vectors = [rng.standard_normal(n).astype(np.float32) for n in (hidden, f, c, hidden)]
     vectors[2] = moments_of(wide(x, dtype))
     keeps = op == "conv2d_chain"
-    residual = rounded(rng.standard_normal((m, hidden)), dtype) if keeps else None
     kernel = find(f"{op}_hopper_{tile.label}_{dtype}")
-    z, h = chain(kernel, tile, x, [w1, w2], vectors, residual, dtype=dtype)
+    added, given = np.zeros(hidden), {}
+    if tile.s:
+        source = rounded(rng.standard_normal((m, 64 * tile.s)), dtype)
+        v = rounded(rng.standard_normal((hidden, 64 * tile.s)) * c**-0.5, dtype)
+        added = wide(source, dtype) @ wide(v, dtype).T + vectors[3]
+        given = {"source": (source, v)}
+    elif keeps:
+        given = {"residual": rounded(rng.standard_normal((m, hidden)), dtype)}
+        added = wide(given["residual"], dtype)
+    z, h = chain(kernel, tile, x, [w1, w2], vectors, dtype=dtype, **given)
     tokens = wide(x, dtype)
-    if residual is None:
+    if not keeps:
         tokens = wide(rounded(normalised(tokens, np.ones(c), np.zeros(c)), dtype), dtype)
-    inner = tokens @ wide(w1, dtype).T + vectors[0]
-    if residual is None:
-        inner = inner / 2 * (1 + erf(inner / math.sqrt(2)))
-    else:
-        inner = np.maximum(inner + wide(residual, dtype), 0)
+    inner = tokens @ wide(w1, dtype).T + vectors[0] + added
+    inner = np.maximum(inner, 0) if keeps else inner / 2 * (1 + erf(inner / math.sqrt(2)))
     want = wide(rounded(inner, dtype), dtype) @ wide(w2, dtype).T + vectors[1]
-    want = want + wide(x, dtype) if residual is None else np.maximum(want, 0)
+    want = np.maximum(want, 0) if keeps else want + wide(x, dtype)
     return ([z, h], [want, inner]) if keeps else ([z], [want])
 
 
