@@ -270,6 +270,8 @@ def has_squeeze(channels: int, hidden: int, on_cpu: bool) -> bool:
 
 CHAINS = ((64, 64), (64, 128), (128, 128))
 """C and F of the chains of convolutions that ops/gemm/chain.mojo has a tile for."""
+WIDE_CHAINS = ((256, 256),)
+"""Those that it has one for in 16 bits alone."""
 SHORTCUT_CHAINS = ((64, 64, 64),)
 """C, S of the shortcut and F of those that begin with a shortcut's sum."""
 MLPS = (64, 192)

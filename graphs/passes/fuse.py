@@ -15,6 +15,7 @@ from maxvision.graphs.arrange import (
     PROJECTED_DEPTH,
     ROW,
     SHORTCUT_CHAINS,
+    WIDE_CHAINS,
     has_squeeze,
     has_stem,
     is_depthwise,
@@ -484,13 +485,14 @@ def chain(program: Program, on: Backend) -> Program:
             begins = begins and (not eight_bit or _stores_bytes(conv))
         if not begins:
             continue
+        known = *CHAINS, *SHORTCUT_CHAINS, *(() if eight_bit else WIDE_CHAINS)
         widths = [program.shape(conv.inputs[i])[1] for i in range(1, own, 3)]
         for following in program.users.get(conv.output, ()):
             if (
                 following.op == ("quantized_conv2d" if eight_bit else "conv2d")
                 and _is_pointwise(program, following, end)
                 and following.inputs[0] == conv.output
-                and (*widths, program.shape(following.inputs[1])[0]) in (*CHAINS, *SHORTCUT_CHAINS)
+                and (*widths, program.shape(following.inputs[1])[0]) in known
                 and (not eight_bit or _stores_bytes(following))
                 and not rewrite.has(conv, following)
             ):

@@ -98,6 +98,8 @@ struct ChainConfig(TrivialRegisterPassable):
     """Whether numbers have 8 bits, not 16."""
     var s: Int
     """Boxes of 64 columns of a second source; 0 if there is a residual."""
+    var near: Bool
+    """Whether shared memory has room for the bias of h."""
 
     def __init__(
         out self,
@@ -111,6 +113,7 @@ struct ChainConfig(TrivialRegisterPassable):
         h_stages: Int = 0,
         bytes: Bool = False,
         s: Int = 0,
+        near: Bool = True,
     ):
         """Names the parts.
 
@@ -124,8 +127,9 @@ struct ChainConfig(TrivialRegisterPassable):
             h_stages: Chunks of h.
             bytes: Whether numbers have 8 bits.
             s: Boxes of 64 columns of a second source.
+            near: Whether shared memory has room for the bias of h.
         """
-        self.s = s
+        self.s, self.near = s, near
         self.groups, self.c, self.f = groups, c, f
         self.w_stages, self.resident = w_stages, resident
         self.x_stages, self.h_stages = x_stages, h_stages
@@ -266,6 +270,13 @@ H200, 2026-11-21: MLP 192 -> 768 -> 192, 49 tiles 21 µs, as much as its parts; 
 """
 
 
+comptime FULL = 10
+"""Tiles, of 256 channels, to a place in a turn that may stay empty: products bound these chains.
+
+H200, 2026-11-28: 256 -> 1024 -> 256, 392 tiles in 3 turns 104 µs (parts 123), 196 in 2 turns 68 (65).
+"""
+
+
 @always_inline
 def chain_config(
     mlp: Bool, c: Int, f: Int, bytes: Bool = False, s: Int = 0, *, few: Bool = False
@@ -339,6 +350,10 @@ def chain_config(
         return ChainConfig(groups=2, c=1, f=2, w_stages=8, resident=True, x_stages=2, h_stages=3)
     if not mlp and c == 128 and f == 128:
         return ChainConfig(groups=2, c=2, f=2, w_stages=5, resident=False, x_stages=2, h_stages=4)
+    if not (mlp or bytes) and c == 256 and f == 256:
+        return ChainConfig(
+            groups=2, c=4, f=4, w_stages=4, resident=False, x_stages=1, h_stages=2, near=False
+        )
     return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
 
 
@@ -391,7 +406,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         Returns:
             Of all parts, and what aligning them may take.
         """
-        comptime vectors = 3 if Self.config.s and Self.config.bytes else 2
+        comptime vectors = 3 if Self.config.s and Self.config.bytes else 2 if Self.config.near else 0
         return Self.BIAS1 + vectors * chunks * Self.config.chunk() * 4 + SWIZZLED
 
     @always_inline
@@ -550,15 +565,16 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             t: The thread.
         """
         comptime THREADS = Int32(Self.config.threads())
-        for i in range(t, problem.chunks * Int32(WIDTH), THREADS):
-            var value = Float32(0)
-            if i < problem.hidden:
-                value = vectors.bias1[unsafe_offset=Int(i)]
-                comptime if Self.config.s > 0:
-                    value += vectors.bias[unsafe_offset=Int(i)]
-            var at = self.data + UInt32(Self.BIAS1) + UInt32(i // 2 * 16 + i % 2 * 4)
-            shared_store_float(at, value)
-            shared_store_float(at + 8, value)
+        comptime if Self.config.near:
+            for i in range(t, problem.chunks * Int32(WIDTH), THREADS):
+                var value = Float32(0)
+                if i < problem.hidden:
+                    value = vectors.bias1[unsafe_offset=Int(i)]
+                    comptime if Self.config.s > 0:
+                        value += vectors.bias[unsafe_offset=Int(i)]
+                var at = self.data + UInt32(Self.BIAS1) + UInt32(i // 2 * 16 + i % 2 * 4)
+                shared_store_float(at, value)
+                shared_store_float(at + 8, value)
         for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
             var at = self.data + UInt32(Self.BIAS2) + UInt32(i) * 4
             shared_store_float(at, vectors.bias2[unsafe_offset=Int(i)])
@@ -751,7 +767,7 @@ def chain_kernel[
         else:
             comptime C = config.c * WIDTH
             var norm = Norm(vectors.moments, C, eps=problem.eps)
-            _consume[dtype, MLP](maps.address(), problem, storage, norm, Fragment(t))
+            _consume[dtype, MLP](maps.address(), problem, storage, norm, vectors.bias1, Fragment(t))
 
 
 @always_inline
@@ -835,7 +851,14 @@ def _load_weights[
 @always_inline
 def _consume[
     config: ChainConfig, //, dtype: DType, mlp: Bool
-](maps: UInt64, problem: ChainProblem, storage: ChainStorage[config], norm: Norm, at: Fragment):
+](
+    maps: UInt64,
+    problem: ChainProblem,
+    storage: ChainStorage[config],
+    norm: Norm,
+    bias1: Data[F32],
+    at: Fragment,
+):
     """Multiplies tile after tile, 64 rows of each."""
     comptime C = config.c
     comptime F = config.f
@@ -876,13 +899,20 @@ def _consume[
         comptime if config.resident:
             weights.index = 0
         for chunk in range(problem.chunks):
-            var sums = storage.bias1(chunk, at)
+            var sums = Sums[WIDTH](fill=0)
+            comptime if config.near:
+                sums = storage.bias1(chunk, at)
             weights.wait()
             wgmma_fence_aligned()
-            sums = mma[dtype, WIDTH, C + config.s, BOX](
+            sums = mma[dtype, WIDTH, C + config.s, BOX, clear=not config.near](
                 Matrix[wide=True](x), Matrix[wide=True](storage.weights_stage(weights.index)), sums
             )
             wgmma_commit_group_sync()
+            var far = Array[SIMD[F32, 2], WIDTH // 8](fill=0)
+            comptime if not config.near:
+                var mine = bias1.unsafe_offset(Int(chunk * Int32(WIDTH) + at.column()))
+                comptime for j in range(WIDTH // 8):
+                    far[j] = mine.unsafe_load[width=2, alignment=8](8 * j)
             wgmma_wait_group_sync[0]()
             comptime if not config.resident:
                 if leads:
@@ -896,6 +926,9 @@ def _consume[
                 chunks.wait()
             comptime for k in range(4):
                 var v = sums_16x16[k](sums)
+                comptime if not config.near:
+                    comptime for i in range(8):
+                        v[i] += far[2 * k + i // 4][i % 2]
                 comptime if not mlp and config.s == 0:
                     v += widened(load_16x16[dtype, k](chunks.stage(), at))
                 h[k] = activate[first, dtype](v).cast[dtype]()
@@ -937,6 +970,11 @@ def _consume[
                 z_map.store(x + UInt32(f * BOX), Int32(f * WIDTH), m0)
             stores_commit()
         storing.begin(tiles)
+        comptime if config.x_stages == 1:
+            # The next tile, before whose first chunk the stage would be released, has no other.
+            if leads:
+                storing.release()
+            storing = StoringStage()
         tiles.advance()
     stores_read()
 
@@ -1150,7 +1188,12 @@ def _try_tile[
         var fits = ChainStorage[config].bytes(chunks) <= device.shared
         comptime if config.resident:
             fits = fits and 2 * chunks <= config.w_stages
-        var enough = Int(problem.schedule.tiles) >= device.multiprocessors // most
+        var tiles = Int(problem.schedule.tiles)
+        var enough = tiles >= device.multiprocessors // most
+        comptime if not config.near:
+            fits = fits and hidden % WIDTH == 0
+            var places = device.waves(tiles) * device.multiprocessors
+            enough = enough and places * FULL <= tiles * (FULL + 1)
         if hidden % (16 if config.bytes else 8) != 0 or not fits or not enough:
             return False
         var given = rebind[ChainVectors[config.bytes]](vectors)

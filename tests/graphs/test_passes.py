@@ -24,6 +24,7 @@ from maxvision.graphs.arrange import (
     PROJECTED,
     PROJECTED_DEPTH,
     SHORTCUT_CHAINS,
+    WIDE_CHAINS,
     is_aligned,
 )
 from maxvision.graphs.backend import Backend
@@ -1180,6 +1181,10 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "conv2d conv2d -> conv2d_shortcut",
     ),
     "a chain": ("chain", HIP, links, (80, 2, 3), "conv2d conv2d -> conv2d_chain"),
+    "a wide chain": (
+        "chain", HOPPER, lambda n, x: links(n, x, 256, 256), (80, 2, 3),
+        "conv2d conv2d -> conv2d_chain",
+    ),
     "a chain that begins with a shortcut": (
         "chain", HIP, bottleneck, (16, 2, 3), "conv2d_shortcut conv2d -> conv2d_shortcut_chain",
     ),
@@ -2593,7 +2598,7 @@ def counted(family: str, spec: Any, backend: Backend, pixels: str = "uint8") -> 
 
 def test_resnet_50_on_nvidia() -> None:
     assert counted("resnet", RESNETS["resnet50"], CUDA) == {
-        "stem_maxpool": 1, "conv2d": 53 - 1 - 6 - 3 - 8, "conv2d_shortcut": 3, "conv2d_chain": 4,
+        "stem_maxpool": 1, "conv2d": 53 - 1 - 6 - 3 - 16, "conv2d_shortcut": 3, "conv2d_chain": 8,
         "conv2d_shortcut_chain": 1, "avg_pool2d": 1, "reshape": 1, "linear": 1,
     }  # fmt: skip
 
@@ -2668,7 +2673,7 @@ def test_the_table_names_every_pass_in_its_order() -> None:
 
 def test_widths_of_the_tables_are_those_of_the_tests() -> None:
     assert (64, 64) in CHAINS and (64, 128) in CHAINS and (128, 64) not in CHAINS
-    assert SHORTCUT_CHAINS == ((64, 64, 64),)
+    assert WIDE_CHAINS == ((256, 256),) and SHORTCUT_CHAINS == ((64, 64, 64),)
     assert MLPS == (64, 192)
     assert (PROJECTED[384], PROJECTED_DEPTH) == (56, 64) and PROJECTED[64] >= 784
 

@@ -2122,6 +2122,7 @@ CASES = [
     chained("conv2d_chain streams", (93, 92), 128, 512, 128),
     chained("conv2d_chain few", (5, 3), 128, 72, 128),
     chained("conv2d_chain odd", (5, 5), 12, 20, 7),
+    chained("conv2d_chain 256", (128, 130), 256, 192, 256),
     chained("conv2d_shortcut_chain", (90, 71), 64, 256, 64, s=64),
     chained("conv2d_shortcut_chain few", (5, 3), 64, 72, 64, s=64),
     gated((14, 14), 240, 10, "silu", "sigmoid"),

@@ -292,6 +292,7 @@ def chains[
         _ = try_chain[dtype, "layernorm_mlp", 192, 192](n, n, o, vectors, ctx)
         _ = try_chain[dtype, "conv2d_chain", 64, 64](n, n, o, vectors, ctx)
         _ = try_chain[dtype, "conv2d_chain", 128, 128](n, n, o, vectors, ctx)
+        _ = try_chain[dtype, "conv2d_chain", 256, 256](n, n, o, vectors, ctx)
 
 
 def cores[dtype: DType](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:

@@ -1306,6 +1306,7 @@ class Chain:
     h_stages: int = 0
     bytes: bool = False
     s: int = 0
+    near: bool = True
 
     @property
     def chunk(self) -> int:
@@ -1326,7 +1327,7 @@ class Chain:
 
     def vectors(self, chunks: int) -> int:
         """Bytes of biases, and of scales."""
-        each = 12 if self.s and self.bytes else 8
+        each = 0 if not self.near else 12 if self.s and self.bytes else 8
         return 256 * self.f * (2 if self.bytes else 1) + each * chunks * self.chunk
 
 

@@ -1526,6 +1526,7 @@ CHAINS = [
     ("conv2d_chain", Chain(1, 1, 2, 8, 2, 4), 200),
     ("conv2d_chain", Chain(2, 1, 1, 8, 2, 3, s=1), 200),
     ("conv2d_chain", Chain(1, 1, 1, 8, 2, 4, s=1), 256),
+    ("conv2d_chain", Chain(2, 4, 4, 4, 1, 2, near=False), 320),
 ]
 
 
@@ -1550,7 +1551,8 @@ def chained(
     elif keeps:
         given = {"residual": rounded(rng.standard_normal((m, hidden)), dtype)}
         added = wide(given["residual"], dtype)
-    z, h = chain(kernel, tile, x, [w1, w2], vectors, dtype=dtype, **given)
+    several = 1 if tile.x_stages == 1 else 2  # one block computes all tiles
+    z, h = chain(kernel, tile, x, [w1, w2], vectors, dtype=dtype, processors=several, **given)
     tokens = wide(x, dtype)
     if not keeps:
         tokens = wide(rounded(normalised(tokens, np.ones(c), np.zeros(c)), dtype), dtype)
