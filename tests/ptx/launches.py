@@ -1535,7 +1535,6 @@ def hopper_attention(
     items = g.n * g.heads * parts
     sizes = (g.t, g.s, g.heads * g.depth, g.heads, -(-g.s // keys), period)
     schedule = pack(f"4i{len(g.result)}f", 0, parts, items, 1, *g.result)
-    y_at, y = held[3]
     launch = Launch(
         kernel,
         [
