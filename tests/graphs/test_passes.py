@@ -171,7 +171,8 @@ def test_random_networks_meet_every_op(any_width: None) -> None:
         found += ops(passes.run(from_pixels(program, "uint8", backend.dtype), backend))
     fused = {
         "attention", "layernorm_first", "class_token", "qkv_linear", "depthwise_qkv",
-        "conv2d_shortcut", "conv2d_chain", "conv2d_shortcut_chain", "layernorm_mlp", "stem_maxpool", "stem_layernorm",
+        "conv2d_shortcut", "conv2d_chain", "conv2d_shortcut_chain", "layernorm_mlp",
+        "stem_maxpool", "stem_layernorm",
         "stem_conv2d", "squeeze_excite", "row_moments", "linear_moments", "normed_linear",
     }  # fmt: skip
     assert fused <= set(found)

@@ -1694,7 +1694,7 @@ def joined(
 def chained(name: str, size: tuple[int, int], c: int, k: int, f: int, *, s: int = 0) -> Case:
     """Makes a case of conv2d_chain: x [size, c], a residual [size, k]; h and z side by side.
 
-    Of conv2d_shortcut_chain if there are ``s`` channels of a shortcut, which has a filter of its own.
+    Of conv2d_shortcut_chain if a shortcut has ``s`` channels, and a filter of its own.
     """
     weights: dict[str, Shape] = {
         "last.weight": (1, 1, c, k),

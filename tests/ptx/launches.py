@@ -1358,7 +1358,8 @@ def chain(
         dtype: Of x, h and z.
         scales: Of the sums of h and z, in 8 bits.
         residual_scale: Of the residual, likewise.
-        source: A second source [M, S], its weights v[K, S] and, in 8 bits, what x's sums are in its own.
+        source: A second source [M, S], its weights v[K, S] and, in 8 bits, what x's sums are in
+            its own.
         processors: Blocks of the grid at most.
         seed: Of the order of warps and copies.
 

@@ -1542,17 +1542,19 @@ def chained(
     vectors[2] = moments_of(wide(x, dtype))
     keeps = op == "conv2d_chain"
     kernel = find(f"{op}_hopper_{tile.label}_{dtype}")
-    added, given = np.zeros(hidden), {}
+    added, residual, source = np.zeros(hidden), None, None
     if tile.s:
-        source = rounded(rng.standard_normal((m, 64 * tile.s)), dtype)
-        v = rounded(rng.standard_normal((hidden, 64 * tile.s)) * c**-0.5, dtype)
-        added = wide(source, dtype) @ wide(v, dtype).T + vectors[3]
-        given = {"source": (source, v)}
+        shortcut, v = (rounded(rng.standard_normal((n, 64 * tile.s)), dtype) for n in (m, hidden))
+        added = wide(shortcut, dtype) @ wide(v, dtype).T + vectors[3]
+        source = shortcut, v
     elif keeps:
-        given = {"residual": rounded(rng.standard_normal((m, hidden)), dtype)}
-        added = wide(given["residual"], dtype)
+        residual = rounded(rng.standard_normal((m, hidden)), dtype)
+        added = wide(residual, dtype)
     several = 1 if tile.x_stages == 1 else 2  # one block computes all tiles
-    z, h = chain(kernel, tile, x, [w1, w2], vectors, dtype=dtype, processors=several, **given)
+    z, h = chain(
+        kernel, tile, x, [w1, w2], vectors, residual,
+        dtype=dtype, source=source, processors=several,
+    )  # fmt: skip
     tokens = wide(x, dtype)
     if not keeps:
         tokens = wide(rounded(normalised(tokens, np.ones(c), np.zeros(c)), dtype), dtype)
