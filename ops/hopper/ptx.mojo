@@ -382,6 +382,19 @@ def shared_store(at: UInt32, bits: UInt32):
 
 
 @always_inline
+def shared_store4(at: UInt32, bits: SIMD[DType.uint32, 4]):
+    """Stores 16 bytes.
+
+    Args:
+        at: Address, a multiple of 16.
+        bits: The bytes.
+    """
+    inlined_assembly[
+        "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", NOTHING, constraints="r,r,r,r,r,~{memory}"
+    ](at, bits[0], bits[1], bits[2], bits[3])
+
+
+@always_inline
 def shared_load(at: UInt32) -> UInt32:
     """Loads 4 bytes.
 

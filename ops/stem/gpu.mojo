@@ -27,7 +27,8 @@ rounds z once, to y's type, and combines the statistics of warps (Chan et al. 19
 formulae"), never E[z^2] - E[z]^2.
 
 ResNet's, batch 256 at 224 px on an H200 (2026-11-21): 202 us, 60 % of the time the tensor cores (mma)
-are busy; CvT's: 126 us, bound by the filling of shared memory. docs/kernels.md has the rest.
+are busy; CvT's: 126 us, bound by the filling of shared memory. docs/kernels.md has the rest. On
+Hopper ResNet's stem of images 224 px wide is hopper.mojo's.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_dim, block_idx, thread_idx
@@ -47,7 +48,9 @@ from ..epilogue import activate
 from ..hopper.ptx import mma_sync, mma_sync_short, packed
 from ..launch import launch
 from ..operands import F32, Data, Shared, dtypes, narrowed
+from ..target import IS_HOPPER
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
+from .hopper import fits, stem_maxpool_hopper, takes
 
 comptime MOST_THREADS = 384
 """Threads that share a multiprocessor: more than a block has, a bound of 168 registers."""
@@ -773,6 +776,11 @@ def stem_gpu[
     Raises:
         If the launch fails.
     """
+    comptime if IS_HOPPER and takes(stem) and pixel == DType.uint8 and out == dtype:
+        var same = rebind[StemOperands[dtype, DType.uint8]](o)
+        if fits(same, x, y, pad):
+            stem_maxpool_hopper(same, x, y, ctx)
+            return
     var t = tiling[stem](x[0], x, y, pad, Device(ctx))
     enqueue_stem[dtype, pixel, stem, out](o, t, x[0], eps, ctx)
 

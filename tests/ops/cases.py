@@ -1972,7 +1972,7 @@ CASES = [
     # Stems: sizes below a tile, tiles and one pixel more, odd and even sizes and offsets.
     *(
         stem(f"stem_maxpool {h} x {w}", (h, w), 3, 64, (7, 7), stride=2, padding=3)
-        for h, w in ((1, 2), (7, 7), (32, 32), (33, 39), (75, 91), (224, 224))
+        for h, w in ((1, 2), (7, 7), (32, 32), (33, 39), (75, 91), (45, 224), (224, 224))
     ),
     *(
         stem(f"stem_layernorm {h} x {w}", (h, w), 3, 64, (7, 7), stride=4, padding=2)

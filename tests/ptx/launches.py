@@ -2316,3 +2316,37 @@ def stem(
     )
     launch.run()
     return memory.array(at[7], y)
+
+
+def stem_hopper(
+    kernel: Kernel,
+    g: StemCase,
+    inputs: Sequence[Array],
+    grid: int,
+    *,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+) -> Array:
+    """Runs ops/stem/hopper.mojo on `grid` blocks: x is read where the kernel ahead wrote it."""
+    memory, (out_p, out_q) = Tensors(), g.out
+    x, *constants = inputs
+    y = unwritten((g.n * out_p * out_q, g.f), dtype)
+    y_at, y = held(memory, y)
+    at = [held(memory, x, late=True)[0], *(memory.add(a) for a in constants), y_at]
+    stages, unit, units = 8, 16, (g.w + 4) // 2
+    stage = unit * (2 * units + g.conv.out[1])
+    launch = Launch(
+        kernel,
+        [
+            bytes(128),
+            pack("8Q", *at),
+            pack("4i", g.h, g.conv.out[0], out_p, g.n * out_p),
+        ],
+        memory,
+        grid=(grid,),
+        threads=256,
+        shared_bytes=3 * out_q * 128 + stages * (stage + 16) + 1024,
+        maps=[Tiled(y, (out_q, 64))],
+    )
+    launch.run(seed)
+    return y.reshape(g.n, out_p, out_q, g.f)

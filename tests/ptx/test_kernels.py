@@ -92,6 +92,7 @@ from .launches import (
     softmax,
     squeeze_excite,
     stem,
+    stem_hopper,
     tiled,
     token_linear,
     turned,
@@ -2926,6 +2927,38 @@ def test_stem_maxpool_to_bytes(find: Find, rng: np.random.Generator, g: StemCase
     np.testing.assert_array_equal(got, rounded(pooled_stem(g, z), "uint8"))
 
 
+@pytest.mark.parametrize("dtype", [BF16, "float16"])
+@pytest.mark.parametrize(
+    ("n", "h", "grid"),
+    [(1, 1, 1), (1, 16, 1), (2, 9, 3), (3, 23, 2), (1, 12, 3)],
+)
+def test_stem_maxpool_hopper(
+    find: Find, rng: np.random.Generator, n: int, h: int, grid: int, dtype: str
+) -> None:
+    """Blocks that begin and end within an image, and that go on in the next."""
+    g = StemCase(n, h, 224, 64, 2, "maxpool", 3, 0, 0)
+    x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
+    inputs, z = stem_inputs(rng, g, x, dtype=dtype)
+    got = stem_hopper(find(f"stem_maxpool_hopper_{dtype}"), g, inputs, grid, dtype=dtype, seed=h)
+    check(got, pooled_stem(g, z), dtype, SUMS)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_stem_maxpool_hopper_keeps_nan(find: Find, rng: np.random.Generator) -> None:
+    g = StemCase(1, 8, 224, 64, 2, "maxpool", 3, 0, 0)
+    x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
+    inputs, z = stem_inputs(rng, g, x)
+    inputs[4][[3, 40]], inputs[4][9] = np.nan, np.inf
+    z += inputs[4] * 0
+    z[..., 9] = np.inf
+    check(
+        stem_hopper(find("stem_maxpool_hopper_bfloat16"), g, inputs, 2),
+        pooled_stem(g, z),
+        BF16,
+        SUMS,
+    )
+
+
 def pooled_stem(g: StemCase, z: Array) -> Array:
     p, q = g.out
     padded = np.pad(np.maximum(z, 0), ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -3014,7 +3047,7 @@ def test_stem_conv2d_to_bytes(find: Find, rng: np.random.Generator, f: int) -> N
 
 
 def stem_inputs(
-    rng: np.random.Generator, g: StemCase, x: Array, exact: bool = False
+    rng: np.random.Generator, g: StemCase, x: Array, exact: bool = False, dtype: str = BF16
 ) -> tuple[list[Array], Array]:
     """Makes a stem's tensors from x on, and z[N, P, Q, F] in float64.
 
@@ -3024,14 +3057,14 @@ def stem_inputs(
     if exact:
         means, scales = np.full(g.c, 128, np.float32), np.float32(1 / 8)
     scale = np.full(g.c, scales)
-    w = rounded(rng.standard_normal((g.r, g.s, g.c, g.f)) * 0.1, BF16)
+    w = rounded(rng.standard_normal((g.r, g.s, g.c, g.f)) * 0.1, dtype)
     bias, gamma, beta = rng.standard_normal((3, g.f)).astype(np.float32)
     if exact:
-        w = rounded(rng.integers(-12, 13, (g.r, g.s, g.c, g.f)) / 8, BF16)
+        w = rounded(rng.integers(-12, 13, (g.r, g.s, g.c, g.f)) / 8, dtype)
         bias = (rng.integers(-40, 41, g.f) / 2).astype(np.float32)
-    values = wide(x, BF16)
+    values = wide(x, dtype)
     if x.dtype == np.uint8:
-        values = wide(rounded((x - means).astype(np.float32) * scale, BF16), BF16)
-    z = g.conv.apply(values, wide(w, BF16).transpose(3, 0, 1, 2)) + bias
+        values = wide(rounded((x - means).astype(np.float32) * scale, dtype), dtype)
+    z = g.conv.apply(values, wide(w, dtype).transpose(3, 0, 1, 2)) + bias
     inputs = [x, means, scale, stem_fragments(w, g.stride), bias, gamma, beta]
     return inputs, z.reshape(g.n, *g.conv.out, g.f)
