@@ -45,9 +45,12 @@ from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
 from ..hopper.accumulator import Fragment, Sums
-from ..hopper.mma import Matrix, mma_registers, settled
+from ..hopper.mma import Matrix, mma, mma_registers, settled
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
+    barrier_expect,
+    barrier_init,
+    barrier_wait,
     fence_async,
     fence_barrier_init,
     packed,
@@ -60,7 +63,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
-from ..hopper.tma import TensorMaps, TileStore, matrix_map
+from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data
@@ -102,10 +105,16 @@ comptime CONSUMER_REGISTERS = 168
 """Of a thread: filters 44, sums 56, the maxima of two rows 56."""
 comptime PRODUCER_REGISTERS = 80
 """Of a thread."""
+comptime MORE = 16
+"""Registers more of a consumer with sums of z; a producer has half as many fewer."""
 comptime RESULT = POOLED * ROW
 """Bytes of a row of y."""
 comptime RESULTS = 3
-"""Rows of y in shared memory: the copy engine stores one while the next is written."""
+"""Rows of y in shared memory, and of z: the copy engine stores one while the next is written."""
+comptime WEIGHTS = FILTERS * ROW
+"""Bytes of the weights that y is multiplied by."""
+comptime NEXT: StaticString = "stem_maxpool_conv2d"
+"""The op that has a convolution of 1 x 1 behind the pool."""
 
 
 @fieldwise_init
@@ -126,14 +135,24 @@ struct Sizes(KernelArgument, TrivialRegisterPassable):
 
 
 @fieldwise_init
-struct Storage(TrivialRegisterPassable):
-    """What a block has in its shared memory."""
+struct Storage[op: StaticString](TrivialRegisterPassable):
+    """What a block has in its shared memory.
 
-    comptime RING = RESULTS * RESULT
-    """Where the ring lies, behind the rows of y."""
+    Parameters:
+        op: Of the kernel.
+    """
+
+    comptime ROWS = RESULTS * RESULT
+    """Bytes of the rows of y; where those of z lie, behind them."""
+    comptime WEIGHTS = 2 * Self.ROWS
+    """Where the weights of z lie."""
+    comptime RING = Self.WEIGHTS + WEIGHTS if Self.op == NEXT else Self.ROWS
+    """Where the ring lies."""
     comptime BARRIERS = Self.RING + STAGES * STAGE
     """Where its barriers lie."""
-    comptime BYTES = Self.BARRIERS + STAGES * Pipeline.BARRIERS + SWIZZLED
+    comptime LOADED = Self.BARRIERS + STAGES * Pipeline.BARRIERS
+    """Where the barrier of the weights lies."""
+    comptime BYTES = Self.LOADED + (8 if Self.op == NEXT else 0) + SWIZZLED
     """Bytes of all, and what aligning them may take."""
 
     var data: UInt32
@@ -152,6 +171,24 @@ struct Storage(TrivialRegisterPassable):
             stages=STAGES,
             bytes=UInt32(STAGE),
         )
+
+    @always_inline
+    def weights(self) -> UInt32:
+        """Finds the weights of z.
+
+        Returns:
+            Their address.
+        """
+        return self.data + UInt32(Self.WEIGHTS)
+
+    @always_inline
+    def loaded(self) -> UInt32:
+        """Finds the barrier of the weights.
+
+        Returns:
+            Its address.
+        """
+        return self.data + UInt32(Self.LOADED)
 
 
 @fieldwise_init
@@ -237,40 +274,50 @@ struct Strips(TrivialRegisterPassable):
         return Strip(n, first, end)
 
 
-@__name(t"stem_maxpool_hopper_{dtype}")
+@__name(t"{op}_hopper_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(2 * WARPGROUP)),
     `nvvm.minctasm`=SIMDLength(BLOCKS),
 )
 def stem_maxpool_kernel[
-    dtype: DType
-](maps: TensorMaps[1], o: StemOperands[dtype, DType.uint8], sizes: Sizes):
-    """Computes the block's rows of y.
+    op: StaticString, dtype: DType
+](
+    maps: TensorMaps[3 if op == NEXT else 1],
+    o: StemOperands[dtype, DType.uint8],
+    sizes: Sizes,
+):
+    """Computes the block's rows of y, and of z.
 
     Parameters:
+        op: "stem_maxpool" or "stem_maxpool_conv2d".
         dtype: Either bfloat16 or float16.
 
     Args:
-        maps: Tensor map of y[N * P' * 56, 64].
+        maps: Tensor maps of y[N * P' * 56, 64], and of z, alike, and v[64, 64].
         o: Tensors.
         sizes: Sizes.
     """
-    var storage = Storage(shared_memory["stem_maxpool"]())
+    var storage = Storage[op](shared_memory["stem_maxpool"]())
     var t = Int32(thread_idx.x)
     if t == 0:
         storage.ring().init[STAGES](consumers=1, producers=WARPGROUP)
+        comptime if op == NEXT:
+            barrier_init(storage.loaded(), 1)
         fence_barrier_init()
+        comptime if op == NEXT:
+            barrier_expect(storage.loaded(), UInt32(WEIGHTS))
+            TileLoader(maps.address(), 2).load(storage.weights(), storage.loaded(), 0, 0)
     sync_threads(0, UInt32(2 * WARPGROUP))
     launch_dependent_grids()
     var at = Fragment(t)
     if at.group() == 1:
-        registers_give[PRODUCER_REGISTERS]()
+        registers_give[PRODUCER_REGISTERS - (MORE // 2 if op == NEXT else 0)]()
         wait_on_dependent_grids()
         _produce(o, sizes, storage.ring(), t - Int32(WARPGROUP))
     else:
-        registers_take[CONSUMER_REGISTERS]()
-        _consume[dtype](maps.address(), o, sizes, storage, at)
+        registers_take[CONSUMER_REGISTERS + (MORE if op == NEXT else 0)]()
+        _consume(maps.address(), o, sizes, storage, at)
 
 
 # Producers
@@ -527,11 +574,109 @@ def _load_filters[dtype: DType](w: Data[dtype], at: Fragment) -> Filters:
     return filters^
 
 
+@fieldwise_init
+struct Follower(TrivialRegisterPassable):
+    """The convolution of 1 x 1 behind the pool: z[64, 56] = relu(bias + v y) for each row of y.
+
+    M = 64 filters and N = 56 pixels, as of y, so that few registers hold the sums.
+    """
+
+    var weights: UInt32
+    """Address of v."""
+    var bias: SIMD[F32, 2]
+    """Of the thread's two filters."""
+    var place: UInt32
+    """Where in a row of z the lane's rows of stmatrix are."""
+    var row: UInt32
+    """Address of the row of y."""
+
+    @staticmethod
+    @always_inline
+    def of_thread(weights: UInt32, bias: Data[F32], at: Fragment, row: UInt32) -> Self:
+        """Finds what a thread multiplies.
+
+        Args:
+            weights: Address of v.
+            bias: Of z.
+            at: The thread's place.
+            row: Address of any row.
+
+        Returns:
+            A product of the row.
+        """
+        # A lane names to stmatrix the eight filters of half i % 2 of a pixel, of matrix i = lane / 8.
+        var i = at.lane() // 8
+        var pixel = UInt32(i // 2 * 8 + at.lane() % 8)
+        var place = pixel * UInt32(ROW) + swizzle(UInt32(at.warp() * 32 + i % 2 * 16), pixel)
+        var f = Int(at.row())
+        return Self(
+            weights, SIMD[F32, 2](bias[unsafe_offset=f], bias[unsafe_offset=f + 8]), place, row
+        )
+
+    @always_inline
+    def start[dtype: DType](self) -> Sums[POOLED]:
+        """Starts multiplying the row of y.
+
+        Parameters:
+            dtype: Either bfloat16 or float16.
+
+        Returns:
+            The sums, once the group has been waited for.
+        """
+        var sums = Sums[POOLED](fill=0)
+        comptime for i in range(POOLED // 2):
+            sums[i] = self.bias[i // 2 % 2]
+        wgmma_fence_aligned()
+        sums = mma[dtype, POOLED](Matrix[ROW](self.weights), Matrix[ROW](self.row), sums)
+        wgmma_commit_group_sync()
+        return sums
+
+    @always_inline
+    def finish[dtype: DType](self, given: Sums[POOLED]):
+        """Rectifies the sums and stores them, channels last, in the row of z.
+
+        Parameters:
+            dtype: Either bfloat16 or float16.
+
+        Args:
+            given: Of the thread.
+        """
+        comptime GROUPS = POOLED // 8
+        var sums = settled(given)
+        var words = Array[UInt32, 2 * GROUPS](fill=0)
+        comptime for i in range(2 * GROUPS):
+            words[i] = packed[dtype, relu=True](sums[2 * i], sums[2 * i + 1])
+        comptime for k in range(4):
+            comptime j = min(2 * k, GROUPS - 2)
+            shared_store_matrices[turned=True](
+                self.result() + self.place + UInt32(8 * j * ROW),
+                SIMD[U32, 4](words[2 * j], words[2 * j + 1], words[2 * j + 2], words[2 * j + 3]),
+            )
+
+    @always_inline
+    def result(self) -> UInt32:
+        """Finds the row of z.
+
+        Returns:
+            Its address.
+        """
+        return self.row + UInt32(Storage[NEXT].ROWS)
+
+
 @always_inline
 def _consume[
-    dtype: DType
-](maps: UInt64, o: StemOperands[dtype, DType.uint8], sizes: Sizes, storage: Storage, at: Fragment,):
-    """Convolves and pools the block's rows."""
+    op: StaticString, dtype: DType, //
+](
+    maps: UInt64,
+    o: StemOperands[dtype, DType.uint8],
+    sizes: Sizes,
+    storage: Storage[op],
+    at: Fragment,
+):
+    """Convolves and pools the block's rows.
+
+    What follows of a row is multiplied beside the next row's first convolution.
+    """
     var ring = storage.ring()
     var y = TileStore(maps)
     var filters = _load_filters(o.w, at)
@@ -546,10 +691,21 @@ def _consume[
     # The lane to the left in its four, around.
     var left = UInt32((at.lane() & ~3) | ((at.lane() - 1) & 3))
     var first = at.lane() % 4 == 0
+    comptime follows = op == NEXT
+    var follower: Follower
+    comptime if follows:
+        # Of no row yet: the first product is of whatever lies there, and is not stored.
+        var none = storage.data + UInt32((RESULTS - 1) * RESULT)
+        follower = Follower.of_thread(storage.weights(), o.gamma, at, none)
+    else:
+        follower = Follower(0, 0, 0, 0)
     wait_on_dependent_grids()
+    comptime if follows:
+        barrier_wait(storage.loaded(), 0)
 
     var result = UInt32(0)
     var strips = Strips.of_block(sizes.rows)
+    var begin = strips.row
     while strips.more():
         var strip = strips.next(sizes.out_p)
         comptime for _ in range(PAIRS - 1):
@@ -557,11 +713,11 @@ def _consume[
             ring.advance()
         var above = Row(fill=0)
         if strip.first > 0:
-            above = _convolve[dtype](ring, filters, bias, leads)
+            above = _convolve[dtype](ring, filters, bias, leads, follower)
         for r in range(strip.first, strip.end):
-            var most = _convolve[dtype](ring, filters, bias, leads)
+            var most = _convolve[dtype, follows](ring, filters, bias, leads, follower)
             most = _largest_of(above, most)
-            above = _convolve[dtype](ring, filters, bias, leads)
+            above = _convolve[dtype](ring, filters, bias, leads, follower)
             if 2 * r + 1 == sizes.p:
                 above = Row(fill=0)
             most = _largest_of(above, most)
@@ -575,20 +731,42 @@ def _consume[
             if leads:
                 var row = strip.n * sizes.out_p + r
                 y.store(storage.data + result * UInt32(RESULT), 0, row * Int32(POOLED))
+                comptime if follows:
+                    if row > begin:
+                        TileStore(maps, 1).store(follower.result(), 0, (row - 1) * Int32(POOLED))
                 stores_commit()
+            comptime if follows:
+                follower.row = storage.data + result * UInt32(RESULT)
             result = result + 1 if result < UInt32(RESULTS - 1) else 0
         if leads:
             comptime for i in range(PAIRS - 1):
                 ring.release((ring.index + UInt32(STAGES - PAIRS + 1 + i)) % UInt32(STAGES))
+    comptime if follows:
+        var z = follower.start[dtype]()
+        wgmma_wait_group_sync[0]()
+        follower.finish[dtype](z)
+        fence_async()
+        sync_threads(1, UInt32(WARPGROUP))
+        if leads:
+            TileStore(maps, 1).store(follower.result(), 0, (strips.end - 1) * Int32(POOLED))
+            stores_commit()
     if leads:
         stores_read()
 
 
 @always_inline
 def _convolve[
-    dtype: DType
-](mut ring: Pipeline, filters: Filters, bias: SIMD[F32, 2], leads: Bool) -> Row:
-    """Computes a row of the convolution, of the ring's next pair and the three before it."""
+    dtype: DType, follows: Bool = False
+](
+    mut ring: Pipeline, filters: Filters, bias: SIMD[F32, 2], leads: Bool, follower: Follower
+) -> Row:
+    """Computes a row of the convolution, of the ring's next pair and the three before it.
+
+    And what follows of the row of y before, if it `follows`.
+    """
+    var z = Sums[POOLED](fill=0)
+    comptime if follows:
+        z = follower.start[dtype]()
     ring.wait()
     var pairs = Array[UInt32, PAIRS](fill=0)
     comptime for i in range(PAIRS):
@@ -608,6 +786,9 @@ def _convolve[
             units = Matrix[16](pairs[PAIRS - 1] + UInt32(2 * UNIT), pitch=LAST - 2 * UNIT)
         sums = mma_registers[dtype](filters[k], units.after(0), sums)
     wgmma_commit_group_sync()
+    comptime if follows:
+        wgmma_wait_group_sync[1]()
+        follower.finish[dtype](z)
     wgmma_wait_group_sync[0]()
     if leads:
         ring.release((ring.index + UInt32(STAGES - PAIRS + 1)) % UInt32(STAGES))
@@ -710,19 +891,64 @@ def stem_maxpool_hopper[
     Raises:
         If the tensor map cannot be made or the launch fails.
     """
+    _enqueue["stem_maxpool"](o, o.y, o.y, x, y, ctx)
+
+
+def stem_maxpool_conv2d_hopper[
+    dtype: DType, //
+](
+    o: StemOperands[dtype, DType.uint8],
+    v: Data[dtype],
+    z: Data[dtype],
+    x: IndexList[4],
+    y: IndexList[4],
+    ctx: DeviceContext,
+) raises:
+    """Enqueues the kernel with z = relu(o.gamma + v y).
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+
+    Args:
+        o: Tensors that `fits`.
+        v: Weights v[64, 64], filter by filter.
+        z: The second result, of y's shape.
+        x: Shape of x[N, H, 224, 3].
+        y: Shape of y[N, P', 56, 64].
+        ctx: The GPU.
+
+    Raises:
+        If a tensor map cannot be made or the launch fails.
+    """
+    _enqueue[NEXT](o, v, z, x, y, ctx)
+
+
+def _enqueue[
+    dtype: DType, //, op: StaticString
+](
+    o: StemOperands[dtype, DType.uint8],
+    v: Data[dtype],
+    z: Data[dtype],
+    x: IndexList[4],
+    y: IndexList[4],
+    ctx: DeviceContext,
+) raises:
     var rows = y[0] * y[1]
     var blocks = Device(ctx).multiprocessors
     # Two share a multiprocessor where there are rows for all of them.
     if rows >= BLOCKS * blocks:
         blocks *= BLOCKS
-    var maps = TensorMaps[1]()
+    var maps = TensorMaps[3 if op == NEXT else 1]()
     maps.maps[0] = matrix_map[dtype](ctx, o.y, rows=rows * POOLED, columns=FILTERS, box=POOLED)
-    launch[stem_maxpool_kernel[dtype]](
+    comptime if op == NEXT:
+        maps.maps[1] = matrix_map[dtype](ctx, z, rows=rows * POOLED, columns=FILTERS, box=POOLED)
+        maps.maps[2] = matrix_map[dtype](ctx, v, rows=FILTERS, columns=FILTERS, box=FILTERS)
+    launch[stem_maxpool_kernel[op, dtype]](
         ctx,
         maps,
         o,
         Sizes(Int32(x[1]), Int32((x[1] - 1) // 2 + 1), Int32(y[1]), Int32(rows)),
         grid_dim=min(blocks, rows),
         block_dim=2 * WARPGROUP,
-        shared=Storage.BYTES,
+        shared=Storage[op].BYTES,
     )

@@ -64,7 +64,7 @@ from ops.squeeze_excite.config import SqueezeSizes, SqueezeTensors
 from ops.squeeze_excite.gpu import enqueue_squeeze_excite
 from ops.stem.config import Stem, StemOperands, Tiling
 from ops.stem.gpu import enqueue_stem
-from ops.stem.hopper import stem_maxpool_hopper
+from ops.stem.hopper import stem_maxpool_conv2d_hopper, stem_maxpool_hopper
 from ops.token_linear import LARGE, SMALL, enqueue_token_linear
 from page_gemm import enqueue_gemm
 from parts import enqueue_parts
@@ -672,6 +672,22 @@ def main() raises:
     )
     stem_maxpool_hopper(
         StemOperands[F16, DType.uint8](bytes, full, full, half2, full, full, full, half2), x, x, ctx
+    )
+    stem_maxpool_conv2d_hopper(
+        StemOperands[BF16, DType.uint8](bytes, full, full, half, full, full, full, half),
+        half,
+        half,
+        x,
+        x,
+        ctx,
+    )
+    stem_maxpool_conv2d_hopper(
+        StemOperands[F16, DType.uint8](bytes, full, full, half2, full, full, full, half2),
+        half2,
+        half2,
+        x,
+        x,
+        ctx,
     )
     enqueue_stem[BF16, BF16, norming](
         StemOperands[BF16, BF16](half, full, full, half, full, full, full, half),

@@ -2326,27 +2326,36 @@ def stem_hopper(
     *,
     dtype: str = "bfloat16",
     seed: int = 0,
-) -> Array:
-    """Runs ops/stem/hopper.mojo on `grid` blocks: x is read where the kernel ahead wrote it."""
+    following: Array | None = None,
+) -> tuple[Array, Array]:
+    """Runs ops/stem/hopper.mojo on `grid` blocks: x is read where the kernel ahead wrote it.
+
+    Gives y, and z if there are weights of a following 1 x 1 [F, F], whose bias is gamma.
+    """
     memory, (out_p, out_q) = Tensors(), g.out
     x, *constants = inputs
-    y = unwritten((g.n * out_p * out_q, g.f), dtype)
-    y_at, y = held(memory, y)
+    y_at, y = held(memory, unwritten((g.n * out_p * out_q, g.f), dtype))
+    z = held(memory, unwritten(y.shape, dtype))[1]
+    maps = [Tiled(y, (out_q, 64))]
+    row, stages, unit, units = out_q * 128, 8, 16, (g.w + 4) // 2
+    shared = 3 * row + stages * (unit * (2 * units + g.conv.out[1]) + 16) + 1024
+    if following is not None:
+        maps += [Tiled(z, (out_q, 64)), Tiled(held(memory, following)[1], (64, 64))]
+        shared += 3 * row + 64 * 128 + 8
     at = [held(memory, x, late=True)[0], *(memory.add(a) for a in constants), y_at]
-    stages, unit, units = 8, 16, (g.w + 4) // 2
-    stage = unit * (2 * units + g.conv.out[1])
     launch = Launch(
         kernel,
         [
-            bytes(128),
+            bytes(128 * len(maps)),
             pack("8Q", *at),
             pack("4i", g.h, g.conv.out[0], out_p, g.n * out_p),
         ],
         memory,
         grid=(grid,),
         threads=256,
-        shared_bytes=3 * out_q * 128 + stages * (stage + 16) + 1024,
-        maps=[Tiled(y, (out_q, 64))],
+        shared_bytes=shared,
+        maps=maps,
     )
     launch.run(seed)
-    return y.reshape(g.n, out_p, out_q, g.f)
+    shape = (g.n, out_p, out_q, g.f)
+    return y.reshape(shape), z.reshape(shape)

@@ -2939,8 +2939,27 @@ def test_stem_maxpool_hopper(
     g = StemCase(n, h, 224, 64, 2, "maxpool", 3, 0, 0)
     x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
     inputs, z = stem_inputs(rng, g, x, dtype=dtype)
-    got = stem_hopper(find(f"stem_maxpool_hopper_{dtype}"), g, inputs, grid, dtype=dtype, seed=h)
+    got, _ = stem_hopper(
+        find(f"stem_maxpool_hopper_{dtype}"), g, inputs, grid, dtype=dtype, seed=h
+    )
     check(got, pooled_stem(g, z), dtype, SUMS)
+
+
+@pytest.mark.parametrize("dtype", [BF16, "float16"])
+@pytest.mark.parametrize(("n", "h", "grid"), [(1, 1, 1), (2, 9, 3), (3, 23, 2)])
+def test_stem_maxpool_conv2d_hopper(
+    find: Find, rng: np.random.Generator, n: int, h: int, grid: int, dtype: str
+) -> None:
+    """The rows of z are stored one later than those of y, also where another image begins."""
+    g = StemCase(n, h, 224, 64, 2, "maxpool", 3, 0, 0)
+    x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
+    inputs, z = stem_inputs(rng, g, x, dtype=dtype)
+    v = rounded(rng.standard_normal((64, 64)) * 0.1, dtype)
+    kernel = find(f"stem_maxpool_conv2d_hopper_{dtype}")
+    y, following = stem_hopper(kernel, g, inputs, grid, dtype=dtype, seed=h, following=v)
+    check(y, pooled_stem(g, z), dtype, SUMS)
+    want = np.maximum(wide(y, dtype) @ wide(v, dtype).T + inputs[5], 0)
+    check(following, want, dtype, SUMS)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -2952,7 +2971,7 @@ def test_stem_maxpool_hopper_keeps_nan(find: Find, rng: np.random.Generator) -> 
     z += inputs[4] * 0
     z[..., 9] = np.inf
     check(
-        stem_hopper(find("stem_maxpool_hopper_bfloat16"), g, inputs, 2),
+        stem_hopper(find("stem_maxpool_hopper_bfloat16"), g, inputs, 2)[0],
         pooled_stem(g, z),
         BF16,
         SUMS,
