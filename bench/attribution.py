@@ -83,6 +83,10 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[r"conv2d_chain_hopper_\d+x\d+and\w+_(bfloat16|float16)_\w+"]]
         ways += [[_gemm("relu", "1x2"), _gemm("relu")]]
         ways += [[_gemm("none"), _gemm("add_relu"), _gemm("relu")]]
+    elif op == "stem_maxpool":
+        ways = [[r"stem_maxpool_(?!conv2d)\w+"]]
+    elif op == "stem_maxpool_conv2d":
+        ways += [[r"stem_maxpool_(?!conv2d)\w+", _gemm("relu")]]
     elif op == "layernorm_mlp":
         ways += [[_gemm("norm_gelu"), _gemm("add")]]
     elif op == "qkv_linear":

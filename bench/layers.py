@@ -49,6 +49,7 @@ FILTERS = {
     "squeeze_excite": (1, 3),
     "depthwise_qkv": (3, 5, 7),
     "stem_maxpool": (3,),
+    "stem_maxpool_conv2d": (3, 5),
     "stem_layernorm": (3,),
     "stem_conv2d": (3,),
 }
@@ -132,7 +133,7 @@ class Layer:
             r, s = _pair(self.setting("kernel"))
             window = f"{r}x{s}/{_first(self.setting('stride') or self.setting('kernel'))} "
         channels = f"{x[-1]}-{y[-1]}" if x[-1] != y[-1] else f"{x[-1]}"
-        if self.kind.endswith("_chain"):
+        if self.kind.endswith("_chain") or self.kind == "stem_maxpool_conv2d":
             channels += f"-{self.outputs[1].shape[-1]}"
         if self.op in ("layernorm_mlp", "squeeze_excite"):
             channels = f"{x[-1]}-{self.filters()[0][0]}-{y[-1]}"
@@ -185,7 +186,8 @@ class Layer:
             _, _, r, s = filters[0]
             stride, pad = self.setting("stride"), self.setting("padding")
             p, q = ((side + 2 * pad - tap) // stride + 1 for side, tap in ((h, r), (w, s)))
-            return 2.0 * n * p * q * filters[0][0] * depths[0]
+            following = sum(2.0 * z * depth for z, depth in zip(y[1:], depths[1:], strict=True))
+            return 2.0 * n * p * q * filters[0][0] * depths[0] + following
         if self.op == "attention":
             return 4.0 * y[0] * sizes(self.values[1], batch)[1]
         if self.op == "attention_linear":

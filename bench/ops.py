@@ -454,13 +454,16 @@ def _layernorm(layer: Layer, x: Tensors, w: Weights, _: bool) -> torch.Tensor:
     return F.layer_norm(x[0], x[0].shape[-1:], w[1], w[2], layer.setting("eps", 1e-5))
 
 
-def _stem(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+def _stem(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
     """Takes pixels that are normalised already."""
     window = layer.setting("stride"), layer.setting("padding")
     y = F.conv2d(_nchw(x[0]), w[3], _bias(w, 4, whole), *window)
-    if layer.op == "stem_maxpool":
+    if layer.op.startswith("stem_maxpool"):
         y = F.max_pool2d(F.relu(y) if whole else y, 3, 2, 1)
-        return y.permute(0, 2, 3, 1)
+        if layer.op == "stem_maxpool":
+            return y.permute(0, 2, 3, 1)
+        z = F.conv2d(y, w[5], _bias(w, 6, whole))
+        return y.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
     y = y.permute(0, 2, 3, 1)
     if layer.op == "stem_conv2d":
         return _ended(layer, y, []) if whole else y
@@ -540,6 +543,7 @@ OPERATORS = {
     "attention_linear": Operator("scaled_dot_product_attention, linear", _attention_linear),
     "layer_norm": Operator("layer_norm", _layernorm),
     "stem_maxpool": Operator("conv2d, max_pool2d", _stem, _normalised),
+    "stem_maxpool_conv2d": Operator("2 conv2d, max_pool2d", _stem, _normalised),
     "stem_layernorm": Operator("conv2d, layer_norm", _stem, _normalised),
     "stem_conv2d": Operator("conv2d", _stem, _normalised),
     "depthwise_qkv": Operator("layer_norm, 3 conv2d", _qkv),

@@ -552,6 +552,16 @@ def _stem(op: Callable[..., TensorValue]) -> Callable[..., TensorValue]:
     return emit
 
 
+def _stem_and_conv2d(given: _Given, *, dtype: str, stride: int, padding: int) -> list[TensorValue]:
+    filter = given.weights.fragments(given.name(3), given.name(4), stride=stride)
+    levels = (given.vector(1), given.vector(2)) if given.name(1) else None
+    return [
+        *nodes.stem_maxpool_conv2d(
+            given.value(0), filter, levels, given.layer(5), stride=stride, padding=padding
+        )
+    ]
+
+
 def _slice(given: _Given, *, axis: int, start: int, stop: int, step: int = 1) -> TensorValue:
     x = given.value(0)
     whole: list[Any] = [slice(None)] * x.rank
@@ -810,6 +820,7 @@ EMIT: dict[str, Callable[..., Any]] = {
     "squeeze_excite": _squeeze_excite,
     "class_token": _class_token,
     "stem_maxpool": _stem(nodes.stem_maxpool),
+    "stem_maxpool_conv2d": _stem_and_conv2d,
     "stem_layernorm": _stem(nodes.stem_layernorm),
     "stem_conv2d": _stem(nodes.stem_conv2d),
 }

@@ -1855,6 +1855,46 @@ def stem_maxpool(
     return _custom("stem_maxpool", [*values, window], [out], parameters)[0]
 
 
+def stem_maxpool_conv2d(
+    x: TensorValue,
+    filter: Filter,
+    levels: tuple[TensorValue, TensorValue] | None,
+    following: Filter,
+    *,
+    stride: int,
+    padding: int,
+) -> tuple[TensorValue, TensorValue]:
+    """Computes a ResNet's stem and the first convolution behind it: y, and relu(conv2d(y)).
+
+    See ``stem_maxpool``; y is not read again.
+
+    Args:
+        x: Pixels [N, H, W, C]: uint8 levels, or floats that are normalised already.
+        filter: The weights of the stem; the results have their dtype.
+        levels: Mean and scale [C] of uint8 levels; None for floats.
+        following: The next filter, of 1 x 1 and without a stride.
+        stride: Pixels between windows of the first convolution.
+        padding: Zeros on each side of the normalised image.
+
+    Returns:
+        y[N, P, Q, F], and what follows [N, P, Q, G].
+
+    Raises:
+        ArgumentError: If shapes or geometry do not fit, or levels are missing or too many.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    outs = shapes.stem_maxpool_conv2d(
+        _type(x), *_levels(levels), _filter(filter), None, _filter(following), None,
+        stride=stride, padding=padding, dtype=filter.dtype.name,
+    )  # fmt: skip
+    values, parameters = _stem(x, filter, levels, stride)
+    window = _window(filter.shape[:2], stride, padding)
+    parameters["aligned"] = arrange.is_aligned(following.shape, following.dtype)
+    values += [following.dense, following.bias, window]
+    y, z = _custom("stem_maxpool_conv2d", values, outs, parameters)
+    return y, z
+
+
 def stem_layernorm(
     x: TensorValue,
     filter: Filter,

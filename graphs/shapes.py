@@ -1276,6 +1276,18 @@ def stem_maxpool(*given: Any, **attributes: Any) -> Type:
     return _pool("stem_maxpool", out, kernel=3, stride=2, padding=1, layout="NHWC")
 
 
+def stem_maxpool_conv2d(*given: Any, **attributes: Any) -> tuple[Type, Type]:
+    """Types y = stem_maxpool(x), and relu(conv2d(y)) of a filter of 1 x 1 and its bias behind."""
+    *inputs, following, following_bias = given
+    name, f = "stem_maxpool_conv2d", inputs[3].shape[0]
+    if following.shape[1:] != (f, 1, 1):
+        raise ArgumentError(
+            f"{name}: expects a following filter [1, 1, {f}, F] but it is {_rscf(following)}"
+        )
+    y = stem_maxpool(*inputs, **attributes)
+    return y, conv2d(y, following, following_bias, layout="NHWC", name=name)
+
+
 def stem_layernorm(*given: Any, eps: float = 1e-5, **attributes: Any) -> Type:
     """Types layer_norm(conv2d(normalize(x))); see ``stem``, then the norm's weight and bias."""
     *inputs, weight, bias = given
@@ -1741,6 +1753,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "depthwise_qkv": depthwise_qkv,
     "class_token": class_token,
     "stem_maxpool": stem_maxpool,
+    "stem_maxpool_conv2d": stem_maxpool_conv2d,
     "stem_layernorm": stem_layernorm,
     "stem_conv2d": stem_conv2d,
 }

@@ -20,6 +20,7 @@
 | eight_bit        | products of rounded values and weights: of 8-bit integers, stored as such    |
 | shortcut         | a residual block's last convolution and its shortcut's: one op               |
 | chain            | a block's last 1 x 1 and the next one's first: one op                        |
+| stem_chain       | a ResNet's stem and the first block's 1 x 1: one op                          |
 | qkv              | the linear layers of query, key and value: one op                            |
 | depthwise        | a norm and depthwise convolutions into query, key and value: one op          |
 | norms            | layer norms between linear layers, on Hopper: part of these                  |
@@ -83,6 +84,7 @@ PASSES: dict[str, Pass] = {
     "eight_bit": eight_bit.eight_bit,
     "shortcut": fuse.shortcut,
     "chain": fuse.chain,
+    "stem_chain": fuse.stem_chain,
     "qkv": fuse.qkv,
     "depthwise": fuse.depthwise,
     "norms": norms.norms,

@@ -315,7 +315,8 @@ struct StemOperands[dtype: DType, pixel: DType, out: DType = dtype](
     var bias: Data[DType.float32]
     """[F]."""
     var gamma: Data[DType.float32]
-    """[F], layer norm's weight; any pointer for other stems."""
+    """[F], layer norm's weight, or the bias of the convolution behind stem_maxpool_conv2d; any pointer
+    for other stems."""
     var beta: Data[DType.float32]
     """[F], layer norm's bias; any pointer for other stems."""
     var y: Data[Self.out]

@@ -104,6 +104,7 @@ def recorded(node: Named, fused: bool = True) -> list[Recorded]:
         "conv2d_chain": ["gemm_cores_add_relu", "gemm_cores_relu"],
         "conv2d_shortcut_chain": ["gemm_cores_none", "gemm_cores_add_relu", "gemm_cores_relu"],
         "conv2d_shortcut": ["gemm_cores_none", "gemm_cores_add_relu"],
+        "stem_maxpool_conv2d": ["stem_maxpool_hopper", "gemm_hopper_128x64x4_relu_1x1"],
         "layernorm_mlp": ["gemm_resident_64x64_norm_gelu", "gemm_resident_64x64_add"],
         "attention_linear": ["attention_flash_64_1x4", "gemm_resident_64x32_add_moments"],
         "qkv_linear": ["gemm_cores_none"] * 3,

@@ -172,7 +172,7 @@ def test_every_fusion_takes_part() -> None:
         program = from_pixels(pair(name)[1], "uint8", "bfloat16")
         found |= {node.op for node in passes.run(program, HOPPER).nodes}
     assert found >= {
-        "stem_maxpool", "stem_layernorm", "conv2d_shortcut", "conv2d_chain",
+        "stem_maxpool_conv2d", "stem_layernorm", "conv2d_shortcut", "conv2d_chain",
         "conv2d_shortcut_chain", "attention",
         "qkv_linear", "depthwise_qkv", "linear_moments", "normed_linear", "layernorm_mlp",
         "class_token", "layernorm_first",

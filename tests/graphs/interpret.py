@@ -392,6 +392,11 @@ def _stem_maxpool(*given: Any, dtype: str, **window: int) -> Tensor:
     return _levels(_last(y), dtype)
 
 
+def _stem_maxpool_conv2d(*given: Any, **attributes: Any) -> tuple[Tensor, Tensor]:
+    y = _stem_maxpool(*given[:5], **attributes)
+    return y, _last(F.conv2d(_first(y), *given[5:]).relu())
+
+
 def _stem_conv2d(*given: Any, dtype: str, epilogue: str = "none", **window: int) -> Tensor:
     return _levels(_end(_last(_stem(*given, **window)), None, epilogue), dtype)
 
@@ -787,6 +792,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "depthwise_qkv": _depthwise_qkv,
     "class_token": _class_token,
     "stem_maxpool": _stem_maxpool,
+    "stem_maxpool_conv2d": _stem_maxpool_conv2d,
     "stem_layernorm": _stem_layernorm,
     "stem_conv2d": _stem_conv2d,
 }

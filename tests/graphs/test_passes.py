@@ -2587,6 +2587,46 @@ def test_no_stem_of_levels_that_are_cast_or_floats_that_are_normalised(
     assert before.difference(after) == ""
 
 
+def stem_and(
+    net: Net, x: Value, window: int = 7, filters: int = 64, kernel: int = 1, **rest: Any
+) -> Value:
+    y = pooled(net, x, 64, window, stride=2, padding=window // 2)
+    z = net.relu(raw(net, y, "next", filters, kernel, **rest))
+    return used(net, z) + y if filters == 64 and not rest else z
+
+
+@pytest.mark.parametrize(
+    ("backend", "pixels", "width", "changes", "fused"),
+    [
+        (HOPPER, "uint8", 224, {}, True),
+        (HOPPER16, "uint8", 224, {}, True),
+        (replace(HOPPER, dtype="float32"), "uint8", 224, {}, False),
+        (CUDA, "uint8", 224, {}, False),
+        (HOPPER, "float32", 224, {}, False),
+        (HOPPER, "uint8", 220, {}, False),
+        (HOPPER, "uint8", 224, {"window": 5}, False),
+        (HOPPER, "uint8", 224, {"filters": 32}, False),
+        (HOPPER, "uint8", 224, {"kernel": 3, "padding": 1}, False),
+        (HOPPER, "uint8", 224, {"stride": 2}, False),
+    ],
+)
+def test_a_stem_and_the_first_convolution_are_one_op(
+    backend: Backend, pixels: str, width: int, changes: dict[str, Any], fused: bool
+) -> None:
+    def write(net: Net, x: Value) -> Value:
+        return stem_and(net, x, **changes)
+
+    program = pixels_of(write, pixels, backend.dtype, 3, 9, width)
+    before, after = both("stem_chain", program, backend)
+    if not fused:
+        assert after == before
+        return
+    gone = ops(before) - ops(after)
+    assert gone == {"stem_maxpool": 1, "conv2d": 1}
+    (node,) = (n for n in after.nodes if n.op == "stem_maxpool_conv2d")
+    assert node.layers == ("stem", "next")
+
+
 # --- what every network becomes ------------------------------------------------------------------
 
 
@@ -2602,6 +2642,12 @@ def test_resnet_50_on_nvidia() -> None:
         "stem_maxpool": 1, "conv2d": 53 - 1 - 6 - 3 - 16, "conv2d_shortcut": 3, "conv2d_chain": 8,
         "conv2d_shortcut_chain": 1, "avg_pool2d": 1, "reshape": 1, "linear": 1,
     }  # fmt: skip
+
+
+def test_resnet_50_on_hopper() -> None:
+    found = counted("resnet", RESNETS["resnet50"], HOPPER)
+    assert found["stem_maxpool_conv2d"] == 1 and "stem_maxpool" not in found
+    assert found["conv2d_shortcut_chain"] == 1
 
 
 def test_resnet_50_on_a_cpu() -> None:

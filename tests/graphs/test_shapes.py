@@ -317,6 +317,10 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
         "conv2d_shortcut_chain",
         (PIXELS, F11, None, PIXELS, F11, None, Type((5, 9, 1, 1)), None), {},
     ),
+    r"stem_maxpool_conv2d: expects a following filter \[1, 1, 4, F\] but it is \[3, 3, 4, 4\]": (
+        "stem_maxpool_conv2d", (X, None, None, F33, None, Type((4, 4, 3, 3)), None),
+        {"stride": 1, "padding": 1},
+    ),
     "quantized_conv2d_shortcut: expects both inputs in uint8, or in float8_e4m3fn, but": (
         "quantized_conv2d_shortcut", (X, F33, None, X, F11, None), SHORTCUT,
     ),
@@ -477,6 +481,15 @@ def test_a_chain_gives_what_its_sum_is_and_what_follows() -> None:
     given = (PIXELS, F11, None, PIXELS, F11, Type((4,)), Type((9, 4, 1, 1)), None)
     h, z = infer("conv2d_shortcut_chain", given, {})
     assert (h, z) == (Type((BATCH, 8, 9, 4)), Type((BATCH, 8, 9, 9)))
+
+
+def test_a_stem_with_a_convolution_gives_both() -> None:
+    given = (PIXELS._replace(dtype="uint8"), Type((9,)), Type((9,)), Type((64, 9, 7, 7)), None)
+    following = Type((32, 64, 1, 1))
+    window = {"stride": 2, "padding": 3, "dtype": "bfloat16"}
+    y, z = infer("stem_maxpool_conv2d", (*given, following, None), window)
+    assert [y] == infer("stem_maxpool", given, window)
+    assert z == y._replace(shape=(*y.shape[:3], 32))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", FLOAT8])

@@ -1421,10 +1421,11 @@ def stem(
     padding: int,
     levels: bool = True,
     then: str = "none",
+    pools: bool = False,
 ) -> Case:
     """Makes a case of stem_maxpool, stem_layernorm or stem_conv2d, by the name's first word."""
     op = name.split(" ")[0]
-    pools = op == "stem_maxpool"
+    pools = pools or op == "stem_maxpool"
     geometry = {"stride": stride, "padding": padding}
     mean = 100 + 10 * np.arange(c, dtype=np.float32)
     scale = 1 / (60 + 3 * np.arange(c, dtype=np.float32))
@@ -1469,6 +1470,26 @@ def stem(
             weights["pixels.mean"][:], weights["pixels.scale"][:] = mean, scale
 
     return Case(name, [(*size, c)], weights, build, reference, set_levels, levels)
+
+
+def stem_chained(name: str, size: tuple[int, int]) -> Case:
+    """Makes a case of stem_maxpool_conv2d on uint8 [size, 3], a ResNet's; y and z side by side."""
+    plain = stem(name, size, 3, 64, (7, 7), stride=2, padding=3, pools=True)
+    weights = plain.weights | {"next.weight": (1, 1, 64, 64), "next.bias": (64,)}
+
+    def build(w: Parameters, x: Any) -> Any:
+        levels = w.vector("pixels.mean"), w.vector("pixels.scale")
+        filter = w.fragments("w.weight", "w.bias", stride=2)
+        following = w.layer("next.weight", "next.bias")
+        found = nodes.stem_maxpool_conv2d(x, filter, levels, following, stride=2, padding=3)
+        return ops.concat(found, axis=3)
+
+    def reference(w: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        y = plain.reference(w, x)
+        z = (y @ w["next.weight"][0, 0] + w["next.bias"].to(y)).relu()
+        return torch.cat([y, z], dim=3)
+
+    return replace(plain, weights=weights, build=build, reference=reference)
 
 
 def stem_of_bytes(op: str, size: tuple[int, int], f: int) -> Case:
@@ -2583,6 +2604,8 @@ ON_HOPPER = [
         )
     ),
     stem_of_bytes("stem_maxpool", (37, 90), 64),
+    stem_chained("stem_maxpool_conv2d", (45, 224)),
+    stem_chained("stem_maxpool_conv2d in parts", (33, 39)),
     stem_of_bytes("stem_conv2d", (30, 21), 40),
     conv("packed tiles 3x3", (9, 9), 72, 136, (3, 3), padding=1, sparsity=0.9, then="add_relu",
          format="tiles"),
