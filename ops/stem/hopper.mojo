@@ -1,12 +1,14 @@
 """ResNet's stem on Hopper's tensor cores: pixels to pooled maps in one kernel, without patches.
 
-    v[n, h, w, c] = (x[n, h, w, c] - mean[c]) * scale[c]      zero outside of the image
-    z[n, p, q, f] = bias[f] + sum_rsc v[n, 2 p - 3 + r, 2 q - 3 + s, c] w[r, s, c, f]
-    y = the maximum of relu(z) over 3x3 windows of stride 2, padding 1
+    a[n, h, w, c] = (x[n, h, w, c] - mean[c]) * scale[c]      zero outside of the image
+    t[n, p, q, f] = bias[f] + sum_rsc a[n, 2 p - 3 + r, 2 q - 3 + s, c] w[r, s, c, f]
+    y = the maximum of relu(t) over 3x3 windows of stride 2, padding 1
+    z[n, p, q, g] = relu(gamma[g] + sum_f y[n, p, q, f] v[g, f])      in stem_maxpool_conv2d
 
     x[N, H, 224, 3]                      uint8
     w                                    filters as `stem_fragments` of graphs/arrange.py lays them out
-    y[N, P', 56, 64]                     bfloat16 or float16
+    v[64, 64]                            the filters of the convolution of 1 x 1 behind the pool
+    y[N, P', 56, 64], z alike            bfloat16 or float16
 
 An implicit GEMM by wgmma: M = 64 filters, held in registers, N = 112, a row of the convolution,
 K = 176. Columns of B are pixels of the convolution, two columns of the image apart. In the layout
@@ -26,7 +28,10 @@ another warpgroup, walks down the rows of the convolution, keeps the maximum of 
 and takes that of three columns with a shuffle. The copy engine stores y row by row. Two blocks share
 a multiprocessor, and each does its part of all rows of all images: while one pools, the other multiplies.
 
-Batch 256 on an H200 (2026-11-28): 117 us, of which 11 steps of wgmma for each row take 75.
+A row of y, on its way out in shared memory, is the N = 56 of z's product, M = 64 filters, which runs
+beside the next row's first convolution. A row of z is stored with the row of y after it.
+
+Batch 256 on an H200 (2026-11-28): 117 us, of which 11 steps of wgmma for each row take 75; with z 132.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim, thread_idx
@@ -106,7 +111,7 @@ comptime CONSUMER_REGISTERS = 168
 comptime PRODUCER_REGISTERS = 80
 """Of a thread."""
 comptime MORE = 16
-"""Registers more of a consumer with sums of z; a producer has half as many fewer."""
+"""Registers more of a consumer, for sums of z; half of them are the producers', the others were free."""
 comptime RESULT = POOLED * ROW
 """Bytes of a row of y."""
 comptime RESULTS = 3
@@ -282,11 +287,7 @@ struct Strips(TrivialRegisterPassable):
 )
 def stem_maxpool_kernel[
     op: StaticString, dtype: DType
-](
-    maps: TensorMaps[3 if op == NEXT else 1],
-    o: StemOperands[dtype, DType.uint8],
-    sizes: Sizes,
-):
+](maps: TensorMaps[3 if op == NEXT else 1], o: StemOperands[dtype, DType.uint8], sizes: Sizes):
     """Computes the block's rows of y, and of z.
 
     Parameters:
@@ -757,9 +758,7 @@ def _consume[
 @always_inline
 def _convolve[
     dtype: DType, follows: Bool = False
-](
-    mut ring: Pipeline, filters: Filters, bias: SIMD[F32, 2], leads: Bool, follower: Follower
-) -> Row:
+](mut ring: Pipeline, filters: Filters, bias: SIMD[F32, 2], leads: Bool, follower: Follower) -> Row:
     """Computes a row of the convolution, of the ring's next pair and the three before it.
 
     And what follows of the row of y before, if it `follows`.

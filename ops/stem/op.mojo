@@ -154,9 +154,7 @@ struct StemMaxPoolConv2d:
         comptime if IS_HOPPER and takes(stem) and x.dtype == DType.uint8:
             var levels = rebind[StemOperands[y.dtype, DType.uint8]](o)
             if y.size() > 0 and g == FILTERS and fits(levels, x.shape(), y.shape(), pad):
-                stem_maxpool_conv2d_hopper(
-                    levels, data(next), data(z), x.shape(), y.shape(), ctx
-                )
+                stem_maxpool_conv2d_hopper(levels, data(next), data(z), x.shape(), y.shape(), ctx)
                 return
         _stem[target, stem](o, x.shape(), y.shape(), pad, 0, ctx)
         if z.size() > 0:

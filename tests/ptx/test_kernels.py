@@ -2939,9 +2939,7 @@ def test_stem_maxpool_hopper(
     g = StemCase(n, h, 224, 64, 2, "maxpool", 3, 0, 0)
     x = rng.integers(0, 256, (g.n, g.h, g.w, g.c), np.uint8)
     inputs, z = stem_inputs(rng, g, x, dtype=dtype)
-    got, _ = stem_hopper(
-        find(f"stem_maxpool_hopper_{dtype}"), g, inputs, grid, dtype=dtype, seed=h
-    )
+    got, _ = stem_hopper(find(f"stem_maxpool_hopper_{dtype}"), g, inputs, grid, dtype=dtype, seed=h)
     check(got, pooled_stem(g, z), dtype, SUMS)
 
 
