@@ -12,7 +12,8 @@ With `scales`, each filter has a scale in the place of alpha, and the residual, 
 zero of their own: so integers of 8 bits are multiplied, added and made (`Scales`, `Affine`). Where it
 `rounds` too, on a CPU, scale * acc + bias is rounded to uint8 before the residual is added.
 On Hopper x may be normalised by row (`normalizes`), by the moments that the epilogue of the product
-before has left (`measures`): see hopper/moments.mojo.
+before has left (`measures`): see hopper/moments.mojo. Or the mean of the result's rows takes the place of
+the result (`pools`): see hopper/epilogue.mojo.
 
 `Output` has all of it for kernels that store from registers or from a CPU's memory: scale and bias
 of a channel, residual, activation, rounding, the store. Hopper's tiles leave through shared memory
@@ -74,6 +75,8 @@ struct Epilogue(TrivialRegisterPassable):
     """Whether the product is one of the normalised rows of x."""
     var measures: Bool
     """Whether moments of the result's rows are stored, too."""
+    var pools: Bool
+    """Whether the mean of the result's rows is stored, and not the result."""
 
     def __init__(
         out self,
@@ -83,6 +86,7 @@ struct Epilogue(TrivialRegisterPassable):
         rounds: Bool = False,
         normalizes: Bool = False,
         measures: Bool = False,
+        pools: Bool = False,
     ):
         """Looks an epilogue up.
 
@@ -92,9 +96,10 @@ struct Epilogue(TrivialRegisterPassable):
             rounds: Whether what the residual is added to is rounded; it has scales then.
             normalizes: Whether the product is one of the normalised rows of x.
             measures: Whether moments of the result's rows are stored, too.
+            pools: Whether the mean of the result's rows is stored, and not the result.
         """
         self.name, self.scales, self.rounds = name, scales, rounds
-        self.normalizes, self.measures = normalizes, measures
+        self.normalizes, self.measures, self.pools = normalizes, measures, pools
         self.multiplies = name.startswith("mul")
         self.joins = self.multiplies or name.startswith("add")
         self.relu = name == "relu" or name == "add_relu"
@@ -142,11 +147,12 @@ struct Epilogue(TrivialRegisterPassable):
         """Names the epilogue for a profiler, as a part of a kernel's symbol.
 
         Returns:
-            The name without settings: `add_clamp`, `scale_add_clamp`, `norm_gelu`, `add_moments`.
+            The name without settings: `add_clamp`, `scale_add_clamp`, `norm_gelu`, `add_moments`,
+            `add_relu_mean`.
         """
         var words = self.words()
         var before = "scale_" if self.scales else "norm_" if self.normalizes else ""
-        var behind = "_moments" if self.measures else ""
+        var behind = "_moments" if self.measures else "_mean" if self.pools else ""
         if len(words) == 1:
             return String(before, self.name, behind)
         var joined = "mul_" if self.multiplies else "add_" if self.joins else ""

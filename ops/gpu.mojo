@@ -2,6 +2,7 @@
 from .attention.linear import *
 from .bmm.norm import *
 from .conv2d.chain import *
+from .conv2d.mean import *
 from .depthwise_input_grad import *
 from .mlp import *
 from .row_moments import *

@@ -19,7 +19,8 @@ the kernel of hopper.mojo, made for many, goes from tile to tile:
 The next kernel may start once the first stage of filters has come. If it could earlier, it and those
 behind it would occupy multiprocessors, and compete with blocks that still wait for their own filters.
 
-One launch computes one product or several of the same K and F, as hopper.mojo does.
+One launch computes one product or several of the same K and F, as hopper.mojo does. Where one tile has all
+rows, as of an image of 7 x 7, the mean of the rows can take the place of y (`pools` of an epilogue).
 
 A cluster of `splits` blocks shares a tile: each sums a part of K and sends each peer the columns
 that the peer adds up and finishes (hopper/cluster.mojo). All threads arrive at the cluster's
@@ -241,9 +242,15 @@ def resident_gemms[
         If a tensor map cannot be made or the launch fails.
     """
     comptime WIDTH = ROW // size_of[dtype]()
+    comptime POOLED = 16 * config.columns if epilogue.pools else 0
+    """Bytes for what four warps have of the columns' means."""
+    comptime if epilogue.pools:
+        comptime assert products == 1, "resident_gemms: a mean is that of one product"
+        if sizes[0].pixels() > config.rows() or not sizes[0].pointwise():
+            raise Error("resident_gemms: a mean is that of one tile of rows")
     var chunks = ceildiv(sizes[0].c, WIDTH)
     var plan = TilePlan[config](
-        sizes[0], chunks=chunks, splits=splits, least=4, room=ROOM - SWIZZLED
+        sizes[0], chunks=chunks, splits=splits, least=4, room=ROOM - SWIZZLED - POOLED
     )
     var problem = tile_problem[config](
         sizes, plan.box, width=WIDTH, splits=splits, alpha=operands[0].alpha, constant=constant
@@ -260,7 +267,7 @@ def resident_gemms[
         grid_dim=Int(problem.schedule.tiles) * splits,
         block_dim=threads(config),
         cluster_dim=Dim(splits),
-        shared=max(plan.bytes() + SWIZZLED, LEAST),
+        shared=max(plan.bytes() + SWIZZLED + POOLED, LEAST),
         most_shared=ROOM,
     )
 

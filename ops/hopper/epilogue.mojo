@@ -8,7 +8,7 @@ in its shared memory, and `reduce_cluster` adds them up and finishes them.
 
 Or they leave the registers straight for the result, pair by pair (`Outputs`, `finish_pairs`), or 8
 numbers a thread at a time (`store_rows`): more instructions, but none waits for shared memory or the
-copy engine, as suits one small tile a block.
+copy engine, as suits one small tile a block. `pool_pairs` stores the mean of the tile's rows in place of these.
 """
 
 from max.gpu import thread_idx
@@ -38,7 +38,7 @@ from .ptx import (
     sync_threads,
 )
 from .scheduler import Share, Start
-from .shared import ROW, WARPGROUP, swizzle
+from .shared import ROW, WARP, WARPGROUP, swizzle
 
 
 struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, normed: Bool = False](
@@ -907,12 +907,7 @@ def finish_pairs[
     comptime for i in range(count):
         var stores = to.stores(i)
         if stores or epilogue.measures:  # whose threads meet
-            var of = Channels[2](alpha, shared_load2(bias + 4 * UInt32(to.column_of(i))))
-            comptime if epilogue.normalizes:
-                of.scale = SIMD[F32, 2](norm.scale[i % 2])
-            var y = apply[epilogue, dtype](
-                SIMD[F32, 2](sums[2 * i], sums[2 * i + 1]), of, residual[i].cast[F32]()
-            ).cast[dtype]()
+            var y = _finished[epilogue, i](to, sums, alpha, bias, residual[i], norm)
             if stores:
                 tensors.y[0].unsafe_store[alignment=2 * size_of[dtype]()](to.place(i), y)
             comptime if epilogue.measures:
@@ -933,3 +928,91 @@ def finish_pairs[
                             high=to.high,
                             f0=to.f0 + to.column_of(0) - to.column,
                         )
+
+
+@always_inline
+def _finished[
+    dtype: DType, //, epilogue: Epilogue, i: Int
+](
+    to: Outputs[_],
+    sums: StaticTuple[Float32, _],
+    alpha: Float32,
+    bias: UInt32,
+    residual: SIMD[dtype, 2],
+    norm: RowNorm,
+) -> SIMD[dtype, 2]:
+    """Takes a pair of sums through the epilogue, as `finish_pairs` names things."""
+    var of = Channels[2](alpha, shared_load2(bias + 4 * UInt32(to.column_of(i))))
+    comptime if epilogue.normalizes:
+        of.scale = SIMD[F32, 2](norm.scale[i % 2])
+    return apply[epilogue, dtype](
+        SIMD[F32, 2](sums[2 * i], sums[2 * i + 1]), of, residual.cast[F32]()
+    ).cast[dtype]()
+
+
+@always_inline
+def pool_pairs[
+    dtype: DType, epilogue: Epilogue, count: Int
+](
+    to: Outputs[count],
+    at: Fragment,
+    tensors: EpilogueTensors[dtype, 1, _, _],
+    sums: StaticTuple[Float32, _],
+    alpha: Float32,
+    bias: UInt32,
+    residual: StaticTuple[SIMD[dtype, 2], count],
+    room: UInt32,
+    rows: Int32,
+):
+    """Finishes pairs of sums, as `finish_pairs` does, and stores the mean of their rows: y[F].
+
+    Each result is rounded to the dtype first, as if it were stored and read again. A warp adds up its 16 rows:
+    at each of three steps its lanes halve both the rows and the columns that they have. Then the warps
+    meet in shared memory. All threads of one warpgroup call this; it has all rows of the product.
+
+    Parameters:
+        dtype: Of the residual and y.
+        epilogue: What the sums go through.
+        count: Pairs of a thread: all of its tile.
+
+    Args:
+        to: Which of them are in the result; its first row is that of the product.
+        at: The thread's place.
+        tensors: Of the product.
+        sums: Of the pairs.
+        alpha: Scale of the product.
+        bias: Address in shared memory of the bias of the tile's first filter.
+        residual: What `Outputs.load_residual` has read.
+        room: Address in shared memory of 4 floats for each column.
+        rows: Of the product, 64 at most.
+    """
+    comptime COLUMNS = 4 * count
+    comptime LEFT = count // 8
+    """Columns of a lane in the end."""
+    comptime assert count % 8 == 0, "pool_pairs: each of 8 lanes has some of the columns in the end"
+    var found = StaticTuple[Float32, count](fill=0)
+    comptime for j in range(count // 2):
+        var pair = SIMD[F32, 2](0)
+        comptime for i in range(2 * j, 2 * j + 2):
+            var y = _finished[epilogue, i](to, sums, alpha, bias, residual[i], RowNorm(0, 0))
+            pair += y.cast[F32]() if to.stores(i) else SIMD[F32, 2](0)
+        found[2 * j], found[2 * j + 1] = pair[0], pair[1]
+    comptime for step in range(3):
+        comptime half = count >> (step + 1)
+        comptime distance = 16 >> step
+        var upper = at.lane() & Int32(distance) != 0
+        comptime for i in range(half):
+            var low, high = found[i], found[i + half]
+            var other = warp.shuffle_xor(low if upper else high, UInt32(distance))
+            found[i] = (high if upper else low) + other
+    comptime for i in range(LEFT):
+        var n = at.lane() // 4 * Int32(LEFT) + Int32(i)  # of the thread's columns, as they began
+        var column = n // 2 * 8 + to.column + n % 2
+        shared_store_float(room + 4 * UInt32(at.warp() * Int32(COLUMNS) + column), found[i])
+    sync_threads(1, UInt32(WARPGROUP))
+    if at.t < Int32(COLUMNS) and to.f0 + at.t < to.filters:
+        var sum = Float32(0)
+        comptime for i in range(WARPGROUP // WARP):
+            sum += shared_load_float(room + 4 * UInt32(Int32(i * COLUMNS) + at.t))
+        var mean = narrowed[dtype](sum / Float32(rows))
+        tensors.y[0].unsafe_store(Int(to.f0 + at.t), mean)

@@ -23,7 +23,7 @@ from ..kernel_argument import KernelArgument
 from .accumulator import Fragment, Sums
 from .cluster import Inbox
 from .conv import Problem
-from .epilogue import EpilogueTensors, Outputs, finish_pairs
+from .epilogue import EpilogueTensors, Outputs, finish_pairs, pool_pairs
 from .mma import ROWS
 from .moments import RowMoments, RowNorm
 from .pipeline import Pipeline
@@ -290,6 +290,9 @@ def consume_tile[
     """
     comptime COLUMNS = config.columns
     comptime PAIRS = COLUMNS // 8 if config.split else COLUMNS // 4
+    comptime assert not epilogue.pools or (
+        config.groups == 1 and not config.split and not epilogue.normed()
+    ), "consume_tile: one warpgroup has all rows whose mean is stored"
     var m = problem.rows_of(tile.product)
     var row = at.group() * Int32(ROWS) + at.row()
     var pairs = Share(0, Int32(PAIRS))
@@ -341,6 +344,10 @@ def consume_tile[
             storage.bias,
             residual,
             norm,
+        )
+    elif epilogue.pools:
+        pool_pairs[dtype, epilogue](
+            outputs, at, tensors, sums, problem.alpha, storage.bias, residual, storage.end, m
         )
     else:
         finish_pairs[dtype, epilogue](

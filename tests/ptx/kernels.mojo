@@ -196,6 +196,8 @@ def resident(
     resident_gemms[BF16, Epilogue("none"), RESIDENT[0], 3]([g, g, g], [o, o, o], 1, ctx)
     resident_gemms[BF16, Epilogue("none"), RESIDENT[3], 3]([g, g, g], [o, o, o], 1, ctx)
     resident_gemm[F16, Epilogue("gelu"), RESIDENT[0]](g, o16, 1, ctx)
+    resident_gemm[BF16, Epilogue("add_relu", pools=True), RESIDENT[3]](g, o, 1, ctx)
+    resident_gemm[F16, Epilogue("none", pools=True), RESIDENT[3]](g, o16, 1, ctx)
     resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
     resident_gemm[F32, Epilogue("relu"), RESIDENT[2]](g, o32, 1, ctx)
 

@@ -977,6 +977,7 @@ def resident(
     splits: int = 1,
     stages: int = 9,
     norm: Norm | None = None,
+    pools: bool = False,
     constant: bool = True,
     late: bool = False,
     seed: int = 0,
@@ -992,12 +993,13 @@ def resident(
         splits: Blocks that share a tile.
         stages: Stages of filters, unless a block has fewer steps.
         norm: What the epilogue normalises by, or measures.
+        pools: Whether it stores the mean of the rows.
         constant: Whether the kernel is told that w are weights.
         late: Whether the kernel ahead writes w, too.
         seed: Of the order of warps and copies.
 
     Returns:
-        y[M, F] of each product.
+        y[M, F] of each product, or their means [1, F].
     """
     memory, g = Tensors(), products[0].g
     rows, width = 64 * config.groups, 128 // np.dtype(DTYPES[dtype]).itemsize
@@ -1007,7 +1009,7 @@ def resident(
     results, firsts, blocks = [], [], 0
     for p in products:
         x = held(memory, p.x, late=True)[1]
-        y_at, y = held(memory, unwritten((p.g.pixels, g.f), dtype))
+        y_at, y = held(memory, unwritten((1 if pools else p.g.pixels, g.f), dtype))
         w = held(memory, p.w.reshape(g.f, -1, g.c), late)[1]
         residual_at, bias = held(memory, p.residual, late=True)[0], memory.add(p.bias)
         map, box, tiles = pixel_box(x, p.g, rows, width)
@@ -1035,7 +1037,7 @@ def resident(
         memory,
         grid=(blocks * splits,),
         threads=128 * config.groups + 64,
-        shared_bytes=config.shared_bytes(box, filters, pixels),
+        shared_bytes=config.shared_bytes(box, filters, pixels) + pools * 16 * config.columns,
         maps=maps,
         cluster=splits,
     )

@@ -1023,6 +1023,58 @@ def test_resident_keeps_nan_and_infinity(find: Find, rng: np.random.Generator) -
     run_resident(find, rng, RESIDENT[1], "add_relu", replace(p, x=rounded(x, BF16)), splits=2)
 
 
+MEANS = [
+    Conv(1, 49, 1, 136, 72),
+    Conv(1, 64, 1, 520, 40),
+    Conv(1, 17, 1, 72, 32),
+    Conv(1, 1, 1, 8, 8),
+]
+"""Images as matrices of all of their pixels."""
+
+
+@pytest.mark.parametrize("stages", [16, 2])
+@pytest.mark.parametrize("g", MEANS, ids=str)
+def test_resident_gives_the_mean_of_what_it_would_store(
+    find: Find, rng: np.random.Generator, g: Conv, stages: int
+) -> None:
+    p = product(rng, g, BF16)
+    y, mean = means(find, p, stages=stages)
+    check(mean, wide(y, BF16).mean(0, keepdims=True), BF16, SUMS)
+    check(y, finished(convolved(p, BF16), p, "add_relu", BF16), BF16, SUMS)
+
+
+def test_resident_gives_the_mean_in_float16(find: Find, rng: np.random.Generator) -> None:
+    p, kernel = product(rng, MEANS[0], "float16"), find("gemm_resident_64x32_none_mean_float16")
+    (mean,) = resident(kernel, RESIDENT[3], [p], dtype="float16", alpha=0.5, pools=True)
+    y = finished(0.5 * convolved(p, "float16"), p, "none", "float16")
+    want = wide(rounded(y, "float16"), "float16").mean(0, keepdims=True)
+    check(mean, want, "float16", GELU)  # some y are halfway between two numbers
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_mean_of_nan_and_infinity_is_that_of_the_stored(
+    find: Find, rng: np.random.Generator
+) -> None:
+    p = product(rng, MEANS[0], BF16)
+    added = wide(p.residual, BF16)
+    added[[3, 20, 48, 5, 0], [5, 71, 0, 33, 8]] = np.nan, np.inf, -np.inf, np.inf, np.nan
+    added[9, 71] = -np.inf  # rectified
+    y, mean = means(find, replace(p, residual=rounded(added, BF16)))
+    want = wide(y, BF16).mean(0, keepdims=True)
+    assert np.isnan(want).sum() == 2 and np.isinf(want).sum() == 2
+    check(mean, want, BF16, SUMS)
+
+
+def means(find: Find, p: Product, stages: int = 9) -> tuple[Array, Array]:
+    """Gives what a kernel stores, and what another one gives as the mean of its rows."""
+
+    def run(pools: bool) -> Array:
+        kernel = find(f"gemm_resident_64x32_add_relu{'_mean' * pools}_{BF16}")
+        return resident(kernel, RESIDENT[3], [p], dtype=BF16, stages=stages, pools=pools)[0]
+
+    return run(False), run(True)
+
+
 @pytest.mark.parametrize(
     ("config", "stages"), [(RESIDENT[0], 9), (RESIDENT[3], 9), (RESIDENT[3], 2)], ids=str
 )
