@@ -87,6 +87,8 @@ def symbols(op: str, epilogue: str = "none", format: str = "") -> list[list[re.P
         ways = [[r"stem_maxpool_(?!conv2d)\w+"]]
     elif op == "stem_maxpool_conv2d":
         ways += [[r"stem_maxpool_(?!conv2d)\w+", _gemm("relu")]]
+    elif op == "conv2d_mean":
+        ways = [[_gemm(f"{epilogue}_mean")], [_gemm(epilogue), r"reduce_sum_\w+"]]
     elif op == "layernorm_mlp":
         ways += [[_gemm("norm_gelu"), _gemm("add")]]
     elif op == "qkv_linear":

@@ -35,6 +35,7 @@ FILTERS = {
     "conv2d_shortcut": (1, 4),
     "conv2d_chain": (1, 4),
     "conv2d_shortcut_chain": (1, 4, 6),
+    "conv2d_mean": (1,),
     "quantized_conv2d": (1,),
     "quantized_linear": (1,),
     "quantized_conv2d_shortcut": (1, 4),
@@ -169,6 +170,8 @@ class Layer:
         depths = [math.prod(shape[1:]) for shape in filters]
         if self.kind in ("conv2d", "linear", "linear_moments", "normed_linear"):
             return 2.0 * y[0] * depths[0]
+        if self.op == "conv2d_mean":
+            return 2.0 * math.prod(sizes(self.values[0], batch)[:3]) * filters[0][0] * depths[0]
         if self.kind == "conv2d_shortcut":
             return 2.0 * y[0] * sum(depths)
         if self.kind == "conv2d_shortcut_chain":

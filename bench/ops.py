@@ -388,6 +388,10 @@ def _shortcut_chain(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torc
     return h.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
 
 
+def _conv2d_mean(layer: Layer, x: Tensors, w: Weights, whole: bool) -> torch.Tensor:
+    return _conv2d(layer, x, w, whole).mean((1, 2), keepdim=layer.setting("keepdim"))
+
+
 def _row_moments(_: Layer, x: Tensors, __: Weights, ___: bool) -> torch.Tensor:
     groups = x[0].unflatten(-1, (-1, MOMENTS))
     groups = groups if groups.dtype == torch.float64 else groups.float()
@@ -532,6 +536,7 @@ OPERATORS = {
     "conv2d_shortcut": Operator("2 conv2d", _shortcut),
     "conv2d_chain": Operator("2 conv2d", _chain),
     "conv2d_shortcut_chain": Operator("3 conv2d", _shortcut_chain),
+    "conv2d_mean": Operator("conv2d, mean", _conv2d_mean),
     "row_moments": Operator("2 sum", _row_moments),
     "linear_moments": Operator("linear", _linear_moments),
     "normed_linear": Operator("layer_norm, linear", _normed_linear),

@@ -279,6 +279,8 @@ MLPS = (64, 192)
 PROJECTED = {64: 2**31 - 1, 384: 56}
 """C of attentions that ops/attention/linear.mojo multiplies by the layer behind them, and keys of an
 image at most."""
+POOLED = 64
+"""Pixels at most of an image whose mean ops/conv2d/mean.mojo gives in one launch."""
 PROJECTED_DEPTH = 64
 """Channels of each of their heads."""
 

@@ -791,6 +791,9 @@ EMIT: dict[str, Callable[..., Any]] = {
     "conv2d_shortcut_chain": lambda given: nodes.conv2d_shortcut_chain(
         given.value(0), given.layer(1), given.value(3), given.layer(4), given.layer(6)
     ),
+    "conv2d_mean": lambda given, **rest: nodes.conv2d_mean(
+        given.value(0), given.layer(1), residual=given.optional(3), **rest
+    ),
     "quantized_conv2d": _quantized,
     "quantized_conv2d_chain": _quantized_chain,
     "quantized_conv2d_shortcut": _quantized_shortcut,

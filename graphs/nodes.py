@@ -461,6 +461,42 @@ def conv2d_shortcut_chain(
     return h, z
 
 
+def conv2d_mean(
+    x: TensorValue,
+    filter: Filter,
+    *,
+    epilogue: str = "none",
+    residual: TensorValue | None = None,
+    keepdim: bool = True,
+) -> TensorValue:
+    """Computes the mean of each image of ``conv2d``; on Hopper, in 16 bits.
+
+    Of one image of up to ``arrange.POOLED`` pixels in one launch, which does not store them.
+
+    Args:
+        x: The activations [N, H, W, C].
+        filter: Of 1 x 1, of sizes that the copy engine takes (``arrange.is_aligned``).
+        epilogue: As of ``conv2d``.
+        residual: [N, H, W, F] for those that add.
+        keepdim: Whether the result is [N, 1, 1, F], or [N, F].
+
+    Raises:
+        ArgumentError: If shapes or epilogue do not fit.
+        DeviceError: If the device has no kernel for the dtype.
+    """
+    given = _type(x), _filter(filter), None, _optional(residual)
+    out = shapes.conv2d_mean(*given, epilogue=epilogue, keepdim=keepdim)
+    if not arrange.is_aligned(filter.shape, x.dtype):
+        raise ArgumentError(
+            f"conv2d_mean: expects channels of a multiple of 8 but has {filter.shape[2:]}"
+        )
+    images = shapes.conv2d(*given, epilogue=epilogue, layout="NHWC")  # room for what is averaged
+    means = Type((out.shape[0], out.shape[-1]), out.dtype)
+    values = [x, filter.dense, filter.bias, x if residual is None else residual]
+    y, _ = _custom("conv2d_mean", values, [means, images], {"epilogue": epilogue})
+    return y.reshape(dims(out.shape))
+
+
 def linear(
     x: TensorValue,
     weight: Filter,

@@ -352,6 +352,23 @@ def conv2d_shortcut_chain(
     return h, conv2d(h, following, following_bias, layout="NHWC", name=name)
 
 
+def conv2d_mean(
+    x: Type,
+    filter: Type,
+    bias: Type | None = None,
+    residual: Type | None = None,
+    *,
+    epilogue: str = "none",
+    keepdim: bool = True,
+) -> Type:
+    """Types the mean of each image of act(conv2d(x, filter) + residual), 1 x 1, in NHWC."""
+    name = "conv2d_mean"
+    if filter.shape[2:] != (1, 1):
+        raise ArgumentError(f"{name}: expects a filter [1, 1, C, F] but it is {_rscf(filter)}")
+    y = conv2d(x, filter, bias, residual, epilogue=epilogue, layout="NHWC", name=name)
+    return reduction(y, axes=(1, 2), keepdim=keepdim)[0]
+
+
 def linear(
     x: Type,
     weight: Type,
@@ -1731,6 +1748,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_shortcut": conv2d_shortcut,
     "conv2d_chain": conv2d_chain,
     "conv2d_shortcut_chain": conv2d_shortcut_chain,
+    "conv2d_mean": conv2d_mean,
     "quantized_conv2d": quantized_conv2d,
     "quantized_conv2d_chain": quantized_conv2d_chain,
     "quantized_conv2d_shortcut": quantized_conv2d_shortcut,

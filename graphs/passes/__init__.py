@@ -26,6 +26,7 @@
 | norms            | layer norms between linear layers, on Hopper: part of these                  |
 | mlp              | an MLP of normalised tokens: one op                                          |
 | projection       | attention to few keys and the linear layer behind it, on Hopper: one op      |
+| means            | a convolution of 1 x 1 and the mean of its small images, on Hopper: one op   |
 | rounded          | results of which only 8 bits are read, on Hopper: stored as such             |
 | rows             | rows put in another place, as of windows, their norms and sums: one op       |
 | align            | axes of linear layers that Hopper's copy engine does not take: padded        |
@@ -90,6 +91,7 @@ PASSES: dict[str, Pass] = {
     "norms": norms.norms,
     "mlp": fuse.mlp,
     "projection": fuse.projection,
+    "means": fuse.means,
     "rounded": eight_bit.rounded,
     "rows": rows.rows,
     "align": align.align,

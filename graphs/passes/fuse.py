@@ -11,6 +11,7 @@ from max.dtype import DType
 
 from maxvision.graphs.arrange import (
     CHAINS,
+    POOLED,
     PROJECTED,
     PROJECTED_DEPTH,
     ROW,
@@ -18,6 +19,7 @@ from maxvision.graphs.arrange import (
     WIDE_CHAINS,
     has_squeeze,
     has_stem,
+    is_aligned,
     is_depthwise,
 )
 from maxvision.graphs.backend import Backend
@@ -807,6 +809,46 @@ def _is_projected(program: Program, attention: Node, last: Node) -> bool:
         and program.shape(last.inputs[1]) == (c, c)
         and attention.attributes["heads"] == c // PROJECTED_DEPTH
         and keys <= PROJECTED.get(c, 0)
+    )
+
+
+def means(program: Program, on: Backend) -> Program:
+    """Averages small images in the op of the 1 x 1 convolution that makes them, on Hopper.
+
+    In 16 bits. Of one image it is one launch (ops/conv2d/mean.mojo), of several two, as before.
+    """
+    rewrite = Rewrite(program)
+    for conv in program.nodes if on.is_hopper else ():
+        mean = program.only_user(conv.output) if conv.op == "conv2d" else None
+        if mean and _is_mean(program, mean) and _is_averaged(program, conv, mean, on):
+            new = Node(
+                "conv2d_mean",
+                conv.inputs,
+                mean.outputs,
+                {
+                    "epilogue": conv.attributes.get("epilogue", "none"),
+                    "keepdim": len(program.types[mean.output].shape) == 4,
+                },
+                conv.layers,
+                conv.origin,
+            )
+            rewrite.replace([conv, mean], new)
+    return rewrite.done()
+
+
+def _is_averaged(program: Program, conv: Node, mean: Node, on: Backend) -> bool:
+    """Tells whether ``conv2d_mean`` computes a convolution and the mean behind it."""
+    if not _is_pointwise(program, conv, "") or conv.dtype or mean.attributes.get("expression"):
+        return False
+    f, c, _, _ = program.shape(conv.inputs[1])
+    kinds = {program.types[each].dtype for each in (conv.inputs[0], conv.output, mean.output)}
+    pixels = product(program.types[conv.output].shape[1:3])
+    return (
+        on.dtype in HALVES
+        and kinds == {on.dtype}
+        and is_aligned((1, 1, c, f), DType[on.dtype])
+        and isinstance(pixels, int)
+        and pixels <= POOLED
     )
 
 

@@ -42,7 +42,14 @@ PLACES = {"cpu": DeviceRef.CPU(), "gpu": DeviceRef.GPU()}  # to build a graph ta
 
 @pytest.fixture(
     scope="module",
-    params=["resnet-18 cpu", "resnet-50 gpu", "cvt-13 cpu", "cvt-13 gpu", "cvt-13 hopper"],
+    params=[
+        "resnet-18 cpu",
+        "resnet-50 gpu",
+        "resnet-50 hopper",
+        "cvt-13 cpu",
+        "cvt-13 gpu",
+        "cvt-13 hopper",
+    ],
 )
 def network(request: pytest.FixtureRequest) -> tuple[Any, list[Named]]:
     name, _, place = request.param.partition(" ")
@@ -90,6 +97,7 @@ def symbol(node: Named) -> str:
         return f"{OTHERS[op]}_bfloat16_17266de5"
     fused = {
         "conv2d_shortcut": "relu_1x2", "qkv_linear": "none_3x1",
+        "conv2d_mean": f"{epilogue}_mean",
         "linear_moments": "add_moments_1x1", "normed_linear": f"norm_{epilogue}_1x1",
     }  # fmt: skip
     if op in ("conv2d", "linear", *fused):
@@ -108,6 +116,7 @@ def recorded(node: Named, fused: bool = True) -> list[Recorded]:
         "layernorm_mlp": ["gemm_resident_64x64_norm_gelu", "gemm_resident_64x64_add"],
         "attention_linear": ["attention_flash_64_1x4", "gemm_resident_64x32_add_moments"],
         "qkv_linear": ["gemm_cores_none"] * 3,
+        "conv2d_mean": [f"gemm_cores_{node.layer.epilogue}", "reduce_sum_8x8_1_x0"],
     }
     shape = node.layer.outputs[0].shape
     if fused or node.layer.op not in apart:
@@ -149,6 +158,7 @@ def test_launches_find_their_nodes(
         ("gemm_hopper_128x128x6overlap_add_relu_1x1_float32_2d37c457", "add_relu"),
         ("gemm_resident_64x32split_add_relu_bfloat16_44630a41", "add_relu"),
         ("gemm_turned_64x232_add_relu_bfloat16_44630a41", "add_relu"),
+        ("gemm_resident_64x32_add_relu_mean_bfloat16_44630a41", ""),
         ("gemm_mma_128x64x3_relu_float16_2d37c457", "relu"),
         ("gemm_cores_gelu_bfloat16_2d37c457", "gelu"),
         ("depthwise_3x3_1x4_add_bfloat16_2d37c457", "add"),

@@ -111,7 +111,12 @@ def test_torch_has_every_layer_of_a_gpu(name: str) -> None:
         assert [tuple(y.shape) for y in results] == [sizes(y, 1) for y in layer.outputs], layer.op
     fused = {
         "resnet-18": {"conv2d_shortcut"},
-        "resnet-50": {"conv2d_chain", "conv2d_shortcut_chain", "stem_maxpool_conv2d"},
+        "resnet-50": {
+            "conv2d_chain",
+            "conv2d_shortcut_chain",
+            "stem_maxpool_conv2d",
+            "conv2d_mean",
+        },
         "cvt-13": {
             "attention_linear",
             "linear_moments",

@@ -426,6 +426,10 @@ def _shortcut_chain(*given: Any) -> tuple[Tensor, Tensor]:
     return h, _last(F.conv2d(_first(h), *given[6:]).relu())
 
 
+def _conv2d_mean(*given: Any, keepdim: bool, **ends: Any) -> Tensor:
+    return _images(_conv2d)(*given, layout="NHWC", **ends).mean((1, 2), keepdim=keepdim)
+
+
 def _qkv_linear(*given: Any) -> list[Tensor]:
     return [F.linear(given[i], given[3 + 2 * i], given[4 + 2 * i]) for i in range(3)]
 
@@ -764,6 +768,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv2d_shortcut": _shortcut,
     "conv2d_chain": _chain,
     "conv2d_shortcut_chain": _shortcut_chain,
+    "conv2d_mean": _conv2d_mean,
     "full": lambda *, shape, value: torch.full(shape, value, dtype=torch.float64),
     "fake_quantize_filter": _fake_quantize_filter,
     "bytes_mean": lambda mean, scale, *, step, low: mean + low * step / scale,

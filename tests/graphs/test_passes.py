@@ -467,6 +467,18 @@ def projected(
     return net.linear(net.layer_norm(y, "norm"), "end", 8) if norm else net.op("relu", [y])
 
 
+def averaged(
+    net: Net, x: Value, *, c: int = 16, filters: int = 24, kernel: int = 1, stride: int = 1,
+    mean: Callable[[Value], Value] | None = None, end: str = "relu",
+) -> Value:  # fmt: skip
+    """Ends a network: a convolution of images, what is added to it, an activation, their mean."""
+    x = a_conv(net, x, "before", c)
+    y = a_conv(net, x, "last", filters, kernel=kernel, stride=stride)
+    y = y + net.conv2d(x, "beside", filters, kernel, stride=stride, padding=kernel // 2, groups=4)
+    y = net.op(end, [y])
+    return net.linear(net.flatten(mean(y) if mean else net.avg_pool2d(y)), "head", 8)
+
+
 def around_a_norm(
     net: Net, x: Value, *names: str, k: int = 24, f: int = 40, bias: bool = True, end: str = "gelu",
     eps: float = 1e-5, between: str = "add", added: bool = False, seen: str = "",
@@ -1295,6 +1307,37 @@ APPLIES: dict[str, Case] = {  # pass, device, network, shape, what goes -> what 
         "projection", HOPPER, projected, (9, 384),
         "attention linear_moments -> attention_linear",
     ),
+    "the mean of a convolution's images": (
+        "means", HOPPER, averaged, IMAGE, "conv2d avg_pool2d -> conv2d_mean",
+    ),
+    "the mean of a convolution's images over axes": (
+        "means", HOPPER16,
+        lambda n, x: averaged(n, x, end="silu", mean=lambda y: n.op("mean", [y], axes=(2, 3))),
+        IMAGE, "conv2d mean -> conv2d_mean",
+    ),
+    "the mean of a convolution's images, which keeps axes": (
+        "means", HOPPER,
+        lambda n, x: averaged(n, x, mean=lambda y: n.op("mean", [y], axes=(2, 3), keepdim=True)),
+        IMAGE, "conv2d mean -> conv2d_mean",
+    ),
+    **{
+        f"the mean of {what}": ("means", backend, write, size, "->")
+        for what, backend, write, size in [
+            ("images, on no Hopper", CUDA, averaged, IMAGE),
+            ("images in float32", HOPPER32, averaged, IMAGE),
+            ("images of 65 pixels", HOPPER, averaged, (3, 5, 13)),
+            ("a window of 3 x 3", HOPPER, lambda n, x: averaged(n, x, kernel=3), IMAGE),
+            ("a convolution with a stride", HOPPER,
+             lambda n, x: averaged(n, x, stride=2), IMAGE),
+            ("12 filters", HOPPER, lambda n, x: averaged(n, x, filters=12, c=12), IMAGE),
+            ("images that are an output", HOPPER,
+             lambda n, x: averaged(n, x, mean=lambda y: n.avg_pool2d(seen(n, y))), IMAGE),
+            ("windows", HOPPER,
+             lambda n, x: averaged(n, x, mean=lambda y: n.avg_pool2d(y, 2)), IMAGE),
+            ("channels", HOPPER,
+             lambda n, x: averaged(n, x, mean=lambda y: n.op("mean", [y], axes=(1, 2))), IMAGE),
+        ]
+    },
     "attention that a layer without a norm multiplies": (
         "projection", HOPPER, lambda n, x: projected(n, x, norm=False), (9, 384), "->",
     ),
@@ -2648,6 +2691,7 @@ def test_resnet_50_on_hopper() -> None:
     found = counted("resnet", RESNETS["resnet50"], HOPPER)
     assert found["stem_maxpool_conv2d"] == 1 and "stem_maxpool" not in found
     assert found["conv2d_shortcut_chain"] == 1
+    assert found["conv2d_mean"] == 1 and "avg_pool2d" not in found
 
 
 def test_resnet_50_on_a_cpu() -> None:

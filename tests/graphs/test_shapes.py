@@ -310,6 +310,10 @@ MISTAKES: dict[str, tuple[str, tuple[Type | None, ...], dict[str, Any]]] = {
     "no levels with float32 pixels": (
         "stem_maxpool", (X, Type((9,)), Type((9,)), F33, None), {"stride": 1, "padding": 1},
     ),
+    r"conv2d_mean: expects a filter \[1, 1, C, F\] but it is \[3, 3, 6, 4\]": (
+        "conv2d_mean", (Type((BATCH, 3, 5, 6)), F33), {},
+    ),
+    r"conv2d_mean: .* expects C=6 but .* has C=9": ("conv2d_mean", (X, F11), {}),
     r"expects a shortcut \[1, 1, C, 4\]": (
         "conv2d_shortcut", (X, F33, None, X, F33, None), {},
     ),
@@ -490,6 +494,13 @@ def test_a_stem_with_a_convolution_gives_both() -> None:
     y, z = infer("stem_maxpool_conv2d", (*given, following, None), window)
     assert [y] == infer("stem_maxpool", given, window)
     assert z == y._replace(shape=(*y.shape[:3], 32))
+
+
+def test_the_mean_of_a_convolution_is_one_pixel_or_none() -> None:
+    x, y = Type((BATCH, 3, 5, 6), "float16"), Type((BATCH, 3, 5, 4), "float16")
+    given = (x, F11, Type((4,)), y)
+    assert one("conv2d_mean", *given, epilogue="add_relu") == Type((BATCH, 1, 1, 4), "float16")
+    assert one("conv2d_mean", x, F11, keepdim=False) == Type((BATCH, 4), "float16")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", FLOAT8])

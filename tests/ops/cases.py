@@ -1742,6 +1742,24 @@ def chained(name: str, size: tuple[int, int], c: int, k: int, f: int, *, s: int 
     return Case(name, [(*size, c), (*size, s or k)], weights, rewritten(write, 3), reference)
 
 
+def averaged(
+    name: str, size: tuple[int, int], c: int, f: int, then: str = "none", *, keepdim: bool = True
+) -> Case:
+    """Makes a case of conv2d_mean."""
+
+    def build(w: Parameters, x: Any, *residual: Any) -> Any:
+        added = next(iter(residual), None)
+        return nodes.conv2d_mean(x, w.filter("w"), epilogue=then, residual=added, keepdim=keepdim)
+
+    def reference(w: Any, x: Any, *residual: Any) -> torch.Tensor:
+        y = x @ w["w.weight"][0, 0] + w["w.bias"].to(x)
+        return epilogue(y, then, *residual).mean((1, 2), keepdim=keepdim)
+
+    weights: dict[str, Shape] = {"w.weight": (1, 1, c, f), "w.bias": (f,)}
+    inputs = [(*size, c), (*size, f)] if joining(then) else [(*size, c)]
+    return Case(name, inputs, weights, build, reference)
+
+
 def mlp(name: str, tokens: int, c: int, k: int, *, measured: bool = False) -> Case:
     """Makes a case of layernorm_mlp on [tokens, c]; ``measured``: a layer makes them and adds x."""
     weights: dict[str, Shape] = {"norm.weight": (c,), "norm.bias": (c,)}
@@ -2549,6 +2567,12 @@ ON_HOPPER = [
     projected("attention_linear many, three images", 2200, 37),
     projected("attention_linear of a head", 70, 200, heads=1),
     projected("attention_linear of a head, many", 6010, 130, heads=1, sharp=4.0),
+    averaged("conv2d_mean add_relu", (7, 7), 512, 2048, "add_relu"),
+    averaged("conv2d_mean silu", (7, 7), 320, 1280, "silu", keepdim=False),
+    averaged("conv2d_mean whole tiles", (8, 8), 1024, 64),
+    averaged("conv2d_mean more channels", (7, 7), 1032, 72, "relu"),
+    averaged("conv2d_mean more pixels", (5, 13), 64, 40, "add"),
+    averaged("conv2d_mean one pixel", (1, 1), 8, 8, "0.0 6.0 clamp"),
     along_tokens("token_linear gelu", 196, 768, 384, "gelu"),
     along_tokens("token_linear add", 384, 768, 196, "add"),
     along_tokens("token_linear many", 200, 8200, 130, "add_relu"),

@@ -114,6 +114,7 @@ HOPPER = {
     "quantized_conv2d_shortcut_chain", "quantized_qkv_linear",
     "sparse_conv2d_packed", "squeeze_excite", "token_linear", "row_moments", "linear_moments",
     "normed_linear", "layernorm_mlp", "attention_linear", "stem_maxpool_conv2d",
+    "conv2d_mean",
 }  # fmt: skip
 # The tensor cores' instructions differ from dtype to dtype, and so does how halves are packed; the
 # epilogues of products and what shares their launch do not. (In float32 both stems with a pool are
@@ -135,6 +136,7 @@ BFLOAT16 = {
     "quantized_conv2d_shortcut", "quantized_conv2d_shortcut of e4m3", "quantized_conv2d_chain",
     "quantized_conv2d_chain of e4m3", "quantized_conv2d_shortcut_chain", "stem_maxpool bytes",
     "normed_linear gelu", "layernorm_mlp", "attention_linear", "quantized_linear gelu of e4m3",
+    "conv2d_mean add_relu",
     "quantized_qkv_linear of e4m3", "attention to uint8", "attention to e4m3 with a bias",
     "depthwise_qkv 64 of e4m3", "depthwise_qkv 64 of bytes", "stem_maxpool_conv2d",
 }  # fmt: skip
@@ -152,6 +154,7 @@ NIGHTLY = {
     "quantized_linear gelu of e4m3",
     "quantized_qkv_linear of e4m3",
     "attention_linear",
+    "conv2d_mean add_relu",
     "attention to uint8",
     "attention to e4m3 with a bias",
     "depthwise_qkv 64 of e4m3",

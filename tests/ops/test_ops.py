@@ -587,6 +587,17 @@ def test_the_last_launch_computes_what_stands_behind_sums(rows: int, launches: l
     assert 'lies = "ori i"' in lines[0]
 
 
+def test_errors_of_conv2d_mean_name_the_shapes() -> None:
+    with graph_of(["n", 7, 7, 64], ["n", 7, 7, 24], device=DeviceRef.GPU()) as graph:
+        x, residual = (value.tensor for value in graph.inputs)
+        w = weights(DeviceRef.GPU(), a_weight=(64, 32), b_weight=(64, 20))
+        a, b = w.filter("a"), w.filter("b")
+        with pytest.raises(ArgumentError, match=r"shape .*7.*7.*32.* but has .*7.*7.*24"):
+            nodes.conv2d_mean(x, a, epilogue="add", residual=residual)
+        with pytest.raises(ArgumentError, match=r"a multiple of 8 but has \(64, 20\)"):
+            nodes.conv2d_mean(x, b)
+
+
 @pytest.mark.parametrize(("rows", "launches"), [(100, 1), (3136, 2)])
 def test_a_batch_that_is_not_known_is_reduced_in_parts(rows: int, launches: int) -> None:
     with graph_of(["n", rows, 64], device=DeviceRef.GPU()) as graph:
