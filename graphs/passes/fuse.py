@@ -521,7 +521,7 @@ def chain(program: Program, on: Backend) -> Program:
 
 
 def stem_chain(program: Program, on: Backend) -> Program:
-    """Computes a ResNet's stem and the first block's first 1 x 1 in one op, on Hopper in 16 bits."""
+    """Computes a ResNet's stem and the first block's first 1 x 1 in one op: Hopper, 16 bits."""
     if not on.is_hopper or on.dtype not in HALVES:
         return program
     rewrite = Rewrite(program)
