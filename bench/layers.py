@@ -308,7 +308,7 @@ def _name(node: Node, before: list[str]) -> str:
     if not layers:
         common = _common(before) if len(before) > 1 else "".join(before).rpartition(".")[0]
         return common if common.rpartition(".")[2] == node.op else node.op
-    if node.op.endswith("_chain"):  # of two blocks
+    if node.op.endswith(("_chain", "maxpool_conv2d")):  # of two blocks
         return " + ".join(layers)
     if node.op == "normed_linear":  # the norm is part of others, too
         return layers[-1]

@@ -1643,7 +1643,7 @@ def test_what_stands_together_is_put_together_once() -> None:
 
 
 def test_every_pass_is_seen_to_apply() -> None:
-    assert {case[0] for case in APPLIES.values()} | {"sparse", "stem"} == set(PASSES)
+    assert {case[0] for case in APPLIES.values()} | {"sparse", "stem", "stem_chain"} == set(PASSES)
 
 
 # --- where it must not ---------------------------------------------------------------------------
