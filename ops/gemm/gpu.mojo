@@ -7,8 +7,8 @@ M = N * P * Q output pixels, K = R * S * C taps and channels, N = F filters; see
     y[N, P, Q, F]   result
 
 `gemm` chooses: wgmma (hopper.mojo, resident.mojo, pingpong.mojo, turned.mojo) where the GPU has it and
-it takes the product, else mma.sync or mfma (mma.mojo) for 16 bits, and for float32 as TF32, else the
-kernel of this file.
+it takes the product, and there gemv.mojo for a row or two; else mma.sync or mfma (mma.mojo) for 16
+bits, and for float32 as TF32; else the kernel of this file.
 
 That kernel: a block of 256 threads computes a 64 x 64 tile, each thread 4 x 4, from 16 steps of K
 at a time in two alternating stages of shared memory; what the next stage needs is read from device
@@ -32,6 +32,7 @@ from ..hopper.moments import Norm
 from ..hopper.shared import ROW
 from ..operands import F32, Batch, Data, Operands, Scales
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
+from .gemv import gemv, has_gemv, takes_gemv
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
 from .mma import mma_gemm
 from .pingpong import pingpong_gemm, pingpong_gemms
@@ -242,8 +243,8 @@ def gemm[
         aligned: Whether it is one product, of sizes that Hopper's copy engine is known to take
             (graphs/arrange.py): the kernels for all others are then not compiled.
         windows: Whether there may be windows of several taps: turned.mojo is for nothing else.
-        few: Whether M is small, as where an image has one row: tiles of more than 64 rows are then
-            not compiled. Any M is computed.
+        few: Whether M is small, as where an image has one row: gemv.mojo is then compiled, and tiles of
+            more than 64 rows are not. Any M is computed.
 
     Args:
         g: Sizes of one product.
@@ -261,6 +262,10 @@ def gemm[
     comptime hopper = IS_HOPPER and rounds and k_major
     comptime if hopper:
         if batch.products == 1 and takes[dtype](g):
+            comptime if few and has_gemv[dtype, epilogue]():
+                if constant and o.alpha == 1 and takes_gemv(g):
+                    gemv[dtype, epilogue](g, o, ctx)
+                    return
             comptime WIDTH = ROW // size_of[dtype]()
             comptime turns = windows and dtype.is_half_float()
             var device = Device(ctx)

@@ -161,6 +161,7 @@ def test_launches_find_their_nodes(
         ("gemm_resident_64x32_add_relu_mean_bfloat16_44630a41", ""),
         ("gemm_mma_128x64x3_relu_float16_2d37c457", "relu"),
         ("gemm_cores_gelu_bfloat16_2d37c457", "gelu"),
+        ("gemm_gemv_none_bfloat16_45d8ff14", "none"),
         ("depthwise_3x3_1x4_add_bfloat16_2d37c457", "add"),
     ],
 )

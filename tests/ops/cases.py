@@ -810,12 +810,15 @@ def product(
     return Case(name, inputs, weights, build, reference)
 
 
-def dense(name: str, x: Shape, f: int, then: str = "none", bias: bool = True) -> Case:
-    """Makes a case of a linear layer."""
+def dense(
+    name: str, x: Shape, f: int, then: str = "none", bias: bool = True, *, few: bool = False
+) -> Case:
+    """Makes a case of a linear layer; ``few`` is as nodes.linear has it."""
     weights = {"w.weight": (x[-1], f), **({"w.bias": (f,)} if bias else {})}
 
     def build(w: Parameters, a: Any, *residual: Any) -> Any:
-        return nodes.linear(a, w.filter("w"), epilogue=then, residual=next(iter(residual), None))
+        added = next(iter(residual), None)
+        return nodes.linear(a, w.filter("w"), epilogue=then, residual=added, few=few)
 
     def reference(w: Any, a: Any, *residual: Any) -> torch.Tensor:
         y = a @ w["w.weight"]
@@ -2154,6 +2157,7 @@ CASES = [
     dense("linear mul_gelu_grad", (50, 96), 384, "mul_gelu_grad"),
     dense("linear add_gelu_tanh", (13, 40), 33, "add_gelu_tanh"),
     dense("linear head", (320,), 1000),
+    dense("linear few", (392,), 1000, few=True),
     dense("linear no bias", (17, 30), 70, bias=False),
     # Several tiles of each product, tiles that end within one, sizes that no tile fits.
     chained("conv2d_chain", (90, 71), 64, 256, 64),

@@ -30,6 +30,7 @@ from ops.depthwise_qkv.gpu import depthwise_qkv_gpu, qkv_kernel
 from ops.depthwise_qkv.hopper import enqueue_tiles
 from ops.epilogue import Epilogue
 from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
+from ops.gemm.gemv import gemv
 from ops.gemm.gpu import gemm_portable
 from ops.gemm.hopper import Config, hopper_gemm, hopper_gemms, hopper_shortcut
 from ops.gemm.pingpong import pingpong_gemm, pingpong_gemms
@@ -200,6 +201,8 @@ def resident(
     resident_gemm[F16, Epilogue("none", pools=True), RESIDENT[3]](g, o16, 1, ctx)
     resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
     resident_gemm[F32, Epilogue("relu"), RESIDENT[2]](g, o32, 1, ctx)
+    gemv[BF16, Epilogue("none")](g, o, ctx)
+    gemv[F16, Epilogue("gelu")](g, o16, ctx)
 
 
 def pingpong(

@@ -1683,6 +1683,33 @@ def attention_grad(
     return [memory.array(place, a) for place, a in zip(at[6:9], results, strict=True)]
 
 
+def gemv(kernel: Kernel, p: Product, dtype: str, seed: int = 0) -> Array:
+    """Runs ops/gemm/gemv.mojo. The kernel ahead writes x.
+
+    Args:
+        kernel: What runs.
+        p: The tensors, of a matrix product.
+        dtype: Of x, w and y.
+        seed: Of the order of warps.
+    """
+    g, memory = p.g, Tensors()
+    y_at, y = held(memory, unwritten((g.pixels, g.f), dtype))
+    x_at = memory.add(p.x, late=True)
+    launch = Launch(
+        kernel,
+        [
+            pack("5Qf", x_at, memory.add(p.w), memory.add(p.bias), 0, y_at, 1),
+            pack("i", g.c),
+            pack("i", g.f),
+        ],
+        memory,
+        grid=(-(-g.f // 8), g.pixels),
+        threads=128,
+    )
+    launch.run(seed)
+    return y
+
+
 def gemm_cores(
     kernel: Kernel, p: Product, dtype: str, alpha: float, *, products: int = 1, groups: int = 1
 ) -> Array:

@@ -69,6 +69,7 @@ from .launches import (
     foreach,
     gather_rows,
     gemm_cores,
+    gemv,
     group_norm,
     hopper,
     hopper_attention,
@@ -1083,6 +1084,30 @@ def test_resident_multiplies_several(
 ) -> None:
     sizes = [Conv(1, m, 1, 264, 72) for m in (130, 37, 1)]
     run_resident(find, rng, config, "none", *sizes, splits=2, stages=stages)
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "dtype"), [("none", BF16), ("gelu", "float16")], ids=lambda value: value
+)
+@pytest.mark.parametrize(
+    "g", [Conv(1, 2, 1, 2048, 24), Conv(1, 1, 1, 392, 40), Conv(1, 1, 1, 8, 8)]
+)
+def test_gemv(find: Find, rng: np.random.Generator, epilogue: str, dtype: str, g: Conv) -> None:
+    p = product(rng, g, dtype)
+    got = gemv(find(f"gemm_gemv_{epilogue}_{dtype}"), p, dtype)
+    sums = GELU if epilogue == "gelu" else SUMS
+    check(got, finished(convolved(p, dtype), p, epilogue, dtype), dtype, sums)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_gemv_keeps_nan_and_infinity(find: Find, rng: np.random.Generator, value: float) -> None:
+    p = product(rng, Conv(1, 2, 1, 264, 24), BF16)
+    x = wide(p.x, BF16)
+    x[0, 1, 0, 263] = value
+    p = replace(p, x=rounded(x, BF16))
+    got = gemv(find(f"gemm_gemv_none_{BF16}"), p, BF16)
+    check(got, finished(convolved(p, BF16), p, "none", BF16), BF16, SUMS)
 
 
 def run_resident(
