@@ -277,8 +277,7 @@ SHORTCUT_CHAINS = ((64, 64, 64),)
 MLPS = (64, 192)
 """C of the MLPs that it has one for."""
 PROJECTED = {64: 2**31 - 1, 384: 56}
-"""C of attentions that ops/attention/linear.mojo multiplies by the layer behind them, and keys of an
-image at most."""
+"""C of attentions that ops/attention/linear.mojo has with the layer behind, and keys at most."""
 POOLED = 64
 """Pixels at most of an image whose mean ops/conv2d/mean.mojo gives in one launch."""
 PROJECTED_DEPTH = 64

@@ -354,7 +354,7 @@ struct Result[dtype: DType, out: DType, projected: Bool](KernelArgument, Trivial
     """A kernel receives it as it is."""
 
     var y: Data[Self.out]
-    """y[N, T, C]; not written if there is a layer."""
+    """Result y[N, T, C]; not written if there is a layer."""
     var bias: StaticTuple[Data[F32], Self.LAYERS]
     """Of the layer [C]."""
     var moments: StaticTuple[Norm, Self.LAYERS]
