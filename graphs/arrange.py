@@ -274,6 +274,9 @@ WIDE_CHAINS = ((256, 256),)
 """Those that it has one for in 16 bits alone."""
 SHORTCUT_CHAINS = ((64, 64, 64),)
 """C, S of the shortcut and F of those that begin with a shortcut's sum."""
+STEM_CHAIN = (224, (64, 3, 7, 7), (2, 3))
+"""Columns of pixels, filter, and stride and padding of the stem that ops/stem/hopper.mojo has with
+the 1 x 1 behind it."""
 MLPS = (64, 192)
 """C of the MLPs that it has one for."""
 PROJECTED = {64: 2**31 - 1, 384: 56}

@@ -16,6 +16,7 @@ from maxvision.graphs.arrange import (
     PROJECTED_DEPTH,
     ROW,
     SHORTCUT_CHAINS,
+    STEM_CHAIN,
     WIDE_CHAINS,
     has_squeeze,
     has_stem,
@@ -31,8 +32,6 @@ from maxvision.graphs.quantize import STORED, Grid
 from maxvision.graphs.shapes import pair, sides
 from maxvision.graphs.types import HALVES, product
 
-STEM_CHAIN = (224, (64, 3, 7, 7), [2, 3])
-"""The stem that ops/stem/hopper.mojo takes: width of the pixels, filter, and stride and padding."""
 PRODUCTS = ("conv2d", "linear", "token_linear", "matmul")
 """The ops that have an epilogue; their residual is the fourth input."""
 ACTIVATED = (*PRODUCTS, "group_norm")
@@ -529,8 +528,8 @@ def stem_chain(program: Program, on: Backend) -> Program:
         if node.op != "stem_maxpool" or node.attributes["dtype"] != on.dtype:
             continue
         x, filter = program.types[node.inputs[0]], program.shape(node.inputs[3])
-        geometry = [node.attributes[name] for name in ("stride", "padding")]
-        if x.dtype != "uint8" or (x.shape[2], filter, geometry) != STEM_CHAIN:
+        window = tuple(node.attributes[name] for name in ("stride", "padding"))
+        if x.dtype != "uint8" or (x.shape[2], filter, window) != STEM_CHAIN:
             continue
         for following in program.users.get(node.output, ()):
             if (
