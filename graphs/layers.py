@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from max.dtype import DType
 
+from maxvision.graphs.arrange import WIDE_CHAINS
 from maxvision.graphs.program import Node, Program
 from maxvision.graphs.shapes import pair
 from maxvision.graphs.types import at_batch, split
@@ -67,7 +67,7 @@ def layers(program: Program, final: Program | None = None) -> list[Layer]:
         program: The plain one.
         final: The program as it is rewritten for a device; it says which layers are partners.
     """
-    partners = _partners(final.nodes) if final else {}
+    partners = _partners(final) if final else {}
     found = (_layer(program, node) for node in program.nodes if node.op in ("conv2d", "linear"))
     return [replace(each, partner=partners.get(each.name, "")) for each in found if each]
 
@@ -93,13 +93,20 @@ def _image(program: Program, value: str) -> tuple[int, ...]:
     return tuple(at_batch(size, 1) for size in (first if named else 1, *rest))
 
 
-def _partners(nodes: Iterable[Node]) -> dict[str, str]:
+def _partners(final: Program) -> dict[str, str]:
+    """Ties layers that run as one. A wide chain does so at large batches alone, and ties none."""
     found: dict[str, str] = {}
-    for node in nodes:
+    for node in final.nodes:
         if node.op.endswith(("conv2d_shortcut", "conv2d_chain", "conv2d_shortcut_chain")):
             first, second, *_ = node.layers
-            found |= {first: second, second: first}
+            if node.op != "conv2d_chain" or _widths(final, node) not in WIDE_CHAINS:
+                found |= {first: second, second: first}
     return found
+
+
+def _widths(program: Program, chain: Node) -> tuple[int, int]:
+    """Counts the channels that go into a chain, and those that come out."""
+    return program.shape(chain.inputs[1])[1], program.shape(chain.inputs[4])[0]
 
 
 def macs(program: Program) -> int:
