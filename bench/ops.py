@@ -375,16 +375,20 @@ def _shortcut(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
 
 def _chain(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
     h = F.conv2d(_nchw(x[0]), w[1], _bias(w, 2, whole))
-    h = F.relu(h + _nchw(x[1])) if whole else h
-    z = F.conv2d(h, w[4], _bias(w, 5, whole))
-    return h.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
+    return _followed(F.relu(h + _nchw(x[1])) if whole else h, w, 4, whole)
 
 
 def _shortcut_chain(_: Layer, x: Tensors, w: Weights, whole: bool) -> tuple[torch.Tensor, ...]:
     h = F.conv2d(_nchw(x[0]), w[1], _bias(w, 2, whole))
     h = h + F.conv2d(_nchw(x[1]), w[4], _bias(w, 5, whole))
-    h = F.relu(h) if whole else h
-    z = F.conv2d(h, w[6], _bias(w, 7, whole))
+    return _followed(F.relu(h) if whole else h, w, 6, whole)
+
+
+def _followed(
+    h: torch.Tensor, w: Weights, place: int, whole: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convolves h[N, C, P, Q] by the 1 x 1 at a place, and gives both as images [N, P, Q, ...]."""
+    z = F.conv2d(h, w[place], _bias(w, place + 1, whole))
     return h.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
 
 
@@ -464,10 +468,9 @@ def _stem(layer: Layer, x: Tensors, w: Weights, whole: bool) -> Any:
     y = F.conv2d(_nchw(x[0]), w[3], _bias(w, 4, whole), *window)
     if layer.op.startswith("stem_maxpool"):
         y = F.max_pool2d(F.relu(y) if whole else y, 3, 2, 1)
-        if layer.op == "stem_maxpool":
-            return y.permute(0, 2, 3, 1)
-        z = F.conv2d(y, w[5], _bias(w, 6, whole))
-        return y.permute(0, 2, 3, 1), (F.relu(z) if whole else z).permute(0, 2, 3, 1)
+        if layer.op == "stem_maxpool_conv2d":
+            return _followed(y, w, 5, whole)
+        return y.permute(0, 2, 3, 1)
     y = y.permute(0, 2, 3, 1)
     if layer.op == "stem_conv2d":
         return _ended(layer, y, []) if whole else y

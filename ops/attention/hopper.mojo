@@ -43,7 +43,7 @@ from ..choice import Cheapest
 from ..device import Device
 from ..hopper.accumulator import Fragment, Sums
 from ..hopper.epilogue import finish_boxes, store_rows
-from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
+from ..hopper.mma import ROWS, Matrix, mma, settled
 from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
@@ -63,7 +63,7 @@ from ..operands import F32, Data, Operands, dtypes
 from ..rows import over_lanes
 from .config import LOG2_E, Attention, Standing, affine
 from .mask import Mask, MaskSizes, MaskTensors
-from .softmax import Softmax, add_values, mask_keys, rounded
+from .softmax import Softmax, add_products, mask_keys, rounded
 from .tile_mask import TileMask
 
 
@@ -717,7 +717,7 @@ def _consume[
             wgmma_fence_aligned()
             scores = _multiply[dtype, config](queries.stage(), pipeline.stage(), scores)
             wgmma_commit_group_sync()
-            sums = add_values[dtype](p, _columns[config](v), sums)
+            sums = add_products[dtype](p, _columns[config](v), sums)
             wgmma_commit_group_sync()
             order.arrive()
             bias = masks.load_bias((i + 1) * Int32(KEYS))
@@ -748,7 +748,7 @@ def _consume[
         _rescale(sums, factor)
         var p = rounded[dtype](scores)
         wgmma_fence_aligned()
-        sums = add_values[dtype](p, _columns[config](values.stage()), sums)
+        sums = add_products[dtype](p, _columns[config](values.stage()), sums)
         wgmma_commit_group_sync()
         wgmma_wait_group_sync[0]()
         sums = settled(sums)
@@ -816,23 +816,18 @@ def _multiply_result[
 
     The result, scaled and rounded, is the left side as it lies in the registers.
     """
-    comptime DEPTH = config.depth
-    var a = StaticTuple[Float32, DEPTH // 2](fill=0)
-    comptime for i in range(DEPTH // 2):
-        a[i] = sums[i] * scale[i // 2 % 2]
-    var p = rounded[dtype](a)
-    var total = Sums[DEPTH](fill=0)
-    comptime for j in range(DEPTH // 8):
+    var result = sums
+    _rescale(result, scale)
+    var left = rounded[dtype](result)
+    var total = Sums[config.depth](fill=0)
+    comptime for j in range(config.depth // 8):
         var two = bias.unsafe_load[width=2, alignment=8](Int(at.column()) + 8 * j)
         comptime for i in range(4):
             total[4 * j + i] = two[i % 2]
     var weights = _weights[config](data)
     weights.wait()
-    var w = Matrix(weights.stage())
     wgmma_fence_aligned()
-    comptime for k in range(DEPTH // 16):
-        var left = SIMD[DType.uint32, 4](p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3])
-        total = mma_registers[dtype](left, w.after(32 * k), total)
+    total = add_products[dtype, turned=False](left, Matrix(weights.stage()), total)
     wgmma_commit_group_sync()
     wgmma_wait_group_sync[0]()
     return settled(total)

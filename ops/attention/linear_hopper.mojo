@@ -56,7 +56,7 @@ from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data, Operands
 from .config import LOG2_E, Attention
-from .softmax import Softmax, add_values, mask_keys, rounded
+from .softmax import Softmax, add_products, mask_keys, rounded
 
 comptime DEPTH = 64
 """Channels of a head: a row of 128 bytes."""
@@ -478,7 +478,7 @@ def _attend[
             wgmma_commit_group_sync()
         else:
             wgmma_fence_aligned()
-        var sums = add_values[dtype](p, Matrix(values.stage()), Sums[DEPTH](fill=0))
+        var sums = add_products[dtype](p, Matrix(values.stage()), Sums[DEPTH](fill=0))
         wgmma_commit_group_sync()
         var next_inverse = inverse
         comptime if head + 1 < OWN:

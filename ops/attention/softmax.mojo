@@ -132,22 +132,23 @@ def rounded[
 
 
 @always_inline
-def add_values[
-    row: Int, keys: Int, channels: Int, //, dtype: DType
+def add_products[
+    row: Int, keys: Int, channels: Int, //, dtype: DType, *, turned: Bool = True
 ](
     p: StaticTuple[UInt32, keys], values: Matrix[row], sums: StaticTuple[Float32, channels]
 ) -> StaticTuple[Float32, channels]:
-    """Starts adding the products of probabilities and a tile of values.
+    """Starts adding the products of rounded numbers, such as probabilities, and a matrix.
 
     Parameters:
-        row: Bytes of a row of a box of values.
-        keys: Pairs of probabilities of the thread: a quarter of the keys.
-        channels: Sums of the thread: half of the channels.
+        row: Bytes of a row of a box of the matrix.
+        keys: Pairs of numbers of the thread: a quarter of K.
+        channels: Sums of the thread: half of the columns.
         dtype: Either bfloat16 or float16.
+        turned: Whether the matrix has a row for each of K, as values do, or for each column, as weights.
 
     Args:
-        p: The probabilities.
-        values: A row for each key.
+        p: The numbers.
+        values: The matrix.
         sums: What the products are added to.
 
     Returns:
@@ -155,9 +156,9 @@ def add_values[
     """
     var total = sums
     comptime for step in range(keys // 4):
-        total = mma_registers[dtype, turned=True](
+        total = mma_registers[dtype, turned=turned](
             SIMD[U32, 4](p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]),
-            values.after(16 * row * step),
+            values.after((16 * row if turned else 32) * step),
             total,
         )
     return total
