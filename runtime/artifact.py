@@ -37,7 +37,8 @@ from maxvision.graphs.sparsity import Chosen
 from maxvision.graphs.target import Target
 
 FORMAT = "maxvision compiled model"
-VERSION = 3
+VERSION = 4
+"""Rises with what a compiled graph expects of its weights: 4 since 28 November 2026, on Hopper."""
 MANIFEST, GRAPH, WEIGHTS = "manifest.json", "graph.mef", "weights.safetensors"
 PROGRAM, CONFIG, PREPROCESS = "program.json", "config.json", "preprocessor_config.json"
 RESAMPLE = "resample.mef"

@@ -116,7 +116,7 @@ def test_every_bundled_network_is_described_in_full(tmp_path: Path, family: str)
 def test_folders_of_before_are_refused_in_a_sentence(folder: Path) -> None:
     edit(folder, lambda manifest: manifest.update(version=2))
     with pytest.raises(
-        ModelError, match=r"format version 2, and version 3 is supported; compile it again"
+        ModelError, match=r"format version 2, and version 4 is supported; compile it again"
     ):
         package.read(folder)
 
@@ -198,7 +198,7 @@ def test_an_edited_manifest(folder: Path) -> None:
     ("change", "match"),
     [
         (lambda m: m["versions"].update(max="1.0"), r"MAX 1\.0 but this is MAX .*max==1\.0"),
-        (lambda m: m.update(version=1), "format version 1, and version 3 is supported; compile"),
+        (lambda m: m.update(version=1), "format version 1, and version 4 is supported; compile"),
         (lambda m: m.pop("target"), "is incomplete"),
         (lambda m: m["files"].pop("graph.mef"), "is incomplete"),
         (lambda m: m["files"].pop("program.json"), "is incomplete"),
