@@ -23,7 +23,6 @@ stages are loaded before the kernel ahead is done.
 from extensibility import InputTensor, OutputTensor, register
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from max.gpu.host import DeviceContext
-from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
@@ -45,7 +44,7 @@ from .hopper.ptx import (
 )
 from .hopper.scheduler import Tile, TileScheduler
 from .hopper.shared import ROW, WARP, WARPGROUP, shared_memory
-from .hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
+from .hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from .kernel_argument import KernelArgument
 from .launch import launch
 from .operands import F32, Data, Operands, data
@@ -281,7 +280,7 @@ def enqueue_token_linear[
 
 def _tokens_map[
     dtype: DType, //
-](ctx: DeviceContext, x: Data[dtype], n: Int, t: Int, c: Int) raises -> TMADescriptor:
+](ctx: DeviceContext, x: Data[dtype], n: Int, t: Int, c: Int) raises -> TensorMap:
     """Makes the tensor map of x[N, T, C], of boxes of 64 tokens x 64 channels of an image."""
     return tensor_map[dtype, 3](ctx, x, [Int64(c), Int64(t), Int64(n)], [WIDTH, WIDTH, 1])
 

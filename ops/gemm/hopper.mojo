@@ -45,7 +45,6 @@ After Osama et al. 2023 (arXiv:2301.03598) and the PTX ISA 8.0, sections 5.5 and
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from max.gpu.host import DeviceContext, Dim
-from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
@@ -73,7 +72,15 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import Start, Work
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
-from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map, tensor_map
+from ..hopper.tma import (
+    TensorMap,
+    TensorMaps,
+    TileLoader,
+    TileStore,
+    im2col_map,
+    matrix_map,
+    tensor_map,
+)
 from ..launch import launch
 from ..operands import F32, Data, Operands, Scales, dtypes
 
@@ -750,7 +757,7 @@ def filter_map[
     dtype: DType
 ](
     ctx: DeviceContext, w: Data[dtype], g: Geometry, columns: Int, bytes: Int = ROW
-) raises -> TMADescriptor:
+) raises -> TensorMap:
     """Makes the tensor map of w[F, R * S, C].
 
     Parameters:

@@ -36,7 +36,6 @@ from max.gpu.compute.mma import (
     wgmma_wait_group_sync,
 )
 from max.gpu.host import DeviceContext
-from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
@@ -59,7 +58,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
-from ..hopper.tma import TensorMaps, TileLoader, TileStore, tensor_map
+from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
 from ..hopper.window import PixelBox, box_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -607,7 +606,7 @@ def turned_gemm[
 
 def _result_map[
     dtype: DType
-](ctx: DeviceContext, y: Data[dtype], g: Geometry, box: PixelBox[_]) raises -> TMADescriptor:
+](ctx: DeviceContext, y: Data[dtype], g: Geometry, box: PixelBox[_]) raises -> TensorMap:
     """Makes the tensor map of a band of the result, or of the residual, 64 filters of it."""
     return tensor_map[dtype, 4](
         ctx,

@@ -6,7 +6,6 @@ mode walks over rows and images, steps with the stride and fills the padding wit
 """
 
 from max.gpu.host import DeviceContext
-from max.gpu.host.nvidia.tma import TMADescriptor
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
@@ -16,7 +15,7 @@ from ..kernel_argument import KernelArgument
 from ..operands import Data
 from .scheduler import TileScheduler
 from .shared import ROW
-from .tma import TileLoader, im2col_map, matrix_map
+from .tma import TensorMap, TileLoader, im2col_map, matrix_map
 
 
 struct Conv(KernelArgument, TrivialRegisterPassable):
@@ -312,9 +311,7 @@ def load_pixels(
 
 def pixels_map[
     dtype: DType
-](
-    ctx: DeviceContext, x: Data[dtype], g: Geometry, rows: Int, bytes: Int = ROW
-) raises -> TMADescriptor:
+](ctx: DeviceContext, x: Data[dtype], g: Geometry, rows: Int, bytes: Int = ROW) raises -> TensorMap:
     """Makes the tensor map of activations that `load_pixels` reads.
 
     Parameters:

@@ -21,7 +21,6 @@ from max.gpu.compute.mma import (
     wgmma_wait_group_sync,
 )
 from max.gpu.host import DeviceContext
-from max.gpu.host.nvidia.tma import TMADescriptor
 from max.gpu.primitives.grid_controls import wait_on_dependent_grids
 from std.bit import pop_count
 from std.math import ceildiv
@@ -38,7 +37,7 @@ from .pipeline import Pipeline
 from .ptx import ballot, cluster_wait, shared_load, shared_store
 from .scheduler import Share
 from .shared import ROW, SWIZZLED
-from .tma import TileLoader, tensor_map
+from .tma import TensorMap, TileLoader, tensor_map
 
 comptime BOX = 384
 """Rows of 128 bytes that a stage has at most, where it is a box."""
@@ -719,7 +718,7 @@ def box_map[
     dtype: DType, rows: Int
 ](
     ctx: DeviceContext, x: Data[dtype], g: Geometry, box: PixelBox[rows], row: Int = ROW
-) raises -> TMADescriptor:
+) raises -> TensorMap:
     """Makes the tensor map of activations that `produce_pixels` reads.
 
     Parameters:
