@@ -38,7 +38,7 @@ from maxvision.graphs.target import Target
 
 FORMAT = "maxvision compiled model"
 VERSION = 4
-"""Rises with what a compiled graph expects of its weights: 4 since 28 November 2026, on Hopper."""
+"""Rises when models of before name ops that are gone, as those of 3 may that are for Hopper."""
 MANIFEST, GRAPH, WEIGHTS = "manifest.json", "graph.mef", "weights.safetensors"
 PROGRAM, CONFIG, PREPROCESS = "program.json", "config.json", "preprocessor_config.json"
 RESAMPLE = "resample.mef"

@@ -144,7 +144,8 @@ def add_products[
         keys: Pairs of numbers of the thread: a quarter of K.
         channels: Sums of the thread: half of the columns.
         dtype: Either bfloat16 or float16.
-        turned: Whether the matrix has a row for each of K, as values do, or for each column, as weights.
+        turned: Whether the matrix has a row for each of K, as values do, or for each column, as
+            weights.
 
     Args:
         p: The numbers.

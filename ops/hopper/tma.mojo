@@ -22,8 +22,9 @@ comptime MAP = 128
 struct TensorMap(TrivialRegisterPassable):
     """A tensor map: `MAP` bytes at a multiple of 64.
 
-    In vectors: MAX's `TMADescriptor` is an array of bytes, which the host copies byte by byte wherever a
-    map is handed on: 9 of the 42 s of `mojo build` of ResNet-50's program (2026-11-28) went into that.
+    In vectors: MAX's `TMADescriptor` is an array of bytes, which the host copies byte by byte
+    wherever a map is handed on. 9 of the 42 s of `mojo build` of ResNet-50's program went into that
+    (2026-11-28; docs/adding-an-op.md has the command).
     """
 
     var low: SIMD[DType.uint64, 8]
