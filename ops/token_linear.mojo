@@ -30,7 +30,7 @@ from std.utils.static_tuple import StaticTuple
 from .device import Device
 from .epilogue import Epilogue
 from .gemm.hopper import Config
-from .hopper.accumulator import Fragment
+from .hopper.accumulator import Fragment, Sums
 from .hopper.epilogue import EpilogueTensors, finish_rows
 from .hopper.mainloop import multiply_stages
 from .hopper.mma import ROWS
@@ -221,6 +221,7 @@ def _consume[
             a=group * UInt32(ROWS * ROW),
             b=UInt32(config.rows() * ROW),
             leads=at.leads(),
+            start=Sums[config.columns](fill=0),
         )
         storing.begin(pipeline)
         pipeline.wait()

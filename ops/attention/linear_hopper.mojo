@@ -36,9 +36,10 @@ from std.utils.static_tuple import StaticTuple
 from ..device import Device
 from ..hopper.accumulator import Fragment, Sums, row_16x16, sums_16x16
 from ..hopper.epilogue import finish_boxes
+from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS, Matrix, mma, settled
 from ..hopper.moments import Norm, leave_moments
-from ..hopper.pipeline import Pipeline
+from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
     fence_async,
     fence_barrier_init,
@@ -397,23 +398,16 @@ def _consume[
         sync_threads(ALL, UInt32(config.consumers * WARPGROUP))
 
         # Multiply.
-        var before = w.index
-        for head in range(Int32(config.heads)):
-            w.wait()
-            wgmma_fence_aligned()
-            sums = mma[dtype, COLUMNS](
-                Matrix(storage.data + UInt32(head) * UInt32(BOX)), Matrix(w.stage()), sums
-            )
-            wgmma_commit_group_sync()
-            if head > 0:
-                wgmma_wait_group_sync[1]()
-                if leads:
-                    w.release(before)
-            before = w.index
-            w.advance(UInt32(config.consumers))
-        wgmma_wait_group_sync[0]()
-        if leads:
-            w.release(before)
+        var storing = Storing[0]()  # the ring of w holds no results
+        sums = multiply_stages[dtype, COLUMNS, overlap=True, apart=True, each=config.consumers](
+            w,
+            storing,
+            Int32(config.heads),
+            a=storage.data,
+            b=0,
+            leads=leads,
+            start=sums,
+        )
         # The others have read this consumer's heads, too: the next queries may come.
         sync_threads(ALL, UInt32(config.consumers * WARPGROUP))
         if leads and tile + turns.step < turns.end:

@@ -30,7 +30,7 @@ from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
 from ..geometry import Geometry
-from ..hopper.accumulator import Fragment, pair
+from ..hopper.accumulator import Fragment, Sums, pair
 from ..hopper.conv import Conv, load_pixels, pixels_map
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
@@ -333,6 +333,7 @@ def _consume[
         a=UInt32(filter * Int32(BOX)),
         b=UInt32((Int32(config.filters) + first) * Int32(BOX)),
         leads=at.leads(),
+        start=Sums[COLUMNS](fill=0),
     )
     var conv = problem.conv
     var row = work.f0 + filter * Int32(WIDTH) + at.row()

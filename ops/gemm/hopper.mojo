@@ -531,7 +531,7 @@ def _consume[
         comptime if sources == 2 and epilogue.scales:
             # Those of the first source become multiples of what one of the second stands for.
             var own = max(min(problem.conv.steps() - unit.steps.begin, steps), 0)
-            sums = multiply(pipeline, storing, own, a=a, b=B, leads=leads)
+            sums = multiply(pipeline, storing, own, a=a, b=B, leads=leads, start=sums)
             sums = rescaled(sums, at, tensors.scales[0].first, f0, problem.filters)
             steps -= own
         var row0 = m0 + Int32(group) * Int32(ROWS)

@@ -10,7 +10,7 @@ from max.gpu.compute.mma import (
 )
 
 from .accumulator import Sums
-from .mma import SUM, Matrix, mma
+from .mma import ROWS, Matrix, mma
 from .pipeline import Pipeline, Storing
 from .shared import ROW
 
@@ -18,6 +18,7 @@ from .shared import ROW
 @always_inline
 def multiply_stages[
     results: Int,
+    sum: DType,
     //,
     dtype: DType,
     columns: Int,
@@ -27,6 +28,8 @@ def multiply_stages[
     turned_a: Bool = False,
     right: DType = dtype,
     row: Int = ROW,
+    apart: Bool = False,
+    each: Int = 1,
 ](
     mut pipeline: Pipeline,
     mut storing: Storing[results],
@@ -35,12 +38,13 @@ def multiply_stages[
     a: UInt32,
     b: UInt32,
     leads: Bool,
-    start: Sums[columns, SUM[dtype]] = Sums[columns, SUM[dtype]](fill=0),
-) -> Sums[columns, SUM[dtype]]:
+    start: Sums[columns, sum],
+) -> Sums[columns, sum]:
     """Sums the products of a tile, A[64, K] B[K, columns] by a warpgroup.
 
     Parameters:
         results: Stages that a result takes.
+        sum: Of the sums: `SUM`.
         dtype: Of the factors.
         columns: Of B.
         overlap: Whether a stage's products are issued before those of the last one are done: it is
@@ -49,12 +53,14 @@ def multiply_stages[
         turned_a: Whether A does: a box of 64 rows of K, by its 64 rows.
         right: Of B, where it is not A's.
         row: Bytes of K of a stage.
+        apart: Whether A lies outside the ring, the 64 rows of a step behind those of the last.
+        each: Which stages of the ring are the warpgroup's: every one, every second, and so on.
 
     Args:
-        pipeline: The ring of stages; goes on by `steps`.
+        pipeline: The ring of stages; goes on by `steps` of the warpgroup's.
         storing: The result of the tile before; its stages are released under the first products.
         steps: Stages of the tile.
-        a: Where the warpgroup's A lies in a stage.
+        a: Where the warpgroup's A lies in a stage, or the address of its first step's.
         b: Where B lies in a stage.
         leads: Whether the thread speaks for its warpgroup.
         start: What the products are added to.
@@ -68,8 +74,9 @@ def multiply_stages[
         pipeline.wait()
         wgmma_fence_aligned()
         var beside = Matrix[row](pipeline.stage() + b, pitch=64 * ROW if turned else 16)
+        var left = a + UInt32(i) * UInt32(ROWS * row) if apart else pipeline.stage() + a
         sums = mma[dtype, columns, turned=turned, turned_a=turned_a, right=right](
-            Matrix[row](pipeline.stage() + a), beside, sums
+            Matrix[row](left), beside, sums
         )
         wgmma_commit_group_sync()
         if i == 0 and leads:
@@ -84,7 +91,10 @@ def multiply_stages[
             wgmma_wait_group_sync[0]()
             if leads:
                 pipeline.release()
-        pipeline.advance()
+        comptime if each == 1:
+            pipeline.advance()
+        else:
+            pipeline.advance(UInt32(each))
     comptime if overlap:
         wgmma_wait_group_sync[0]()
         if leads and steps > 0:

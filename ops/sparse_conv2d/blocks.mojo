@@ -36,7 +36,7 @@ from ..choice import NEVER, cheapest
 from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
-from ..hopper.accumulator import Fragment
+from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Problem, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_columns, leave_columns, reduce_cluster
 from ..hopper.mainloop import multiply_stages
@@ -467,6 +467,7 @@ def _consume[
             a=W_AT + group * UInt32(ROWS * ROW),
             b=0,
             leads=leads,
+            start=Sums[config.pixels](fill=0),
         )
 
         comptime if config.split:
