@@ -42,6 +42,7 @@ from std.memory import bitcast
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import NEVER, Cheapest
 from ..device import Device
 from ..epilogue import Channels, Epilogue, activate, apply
 from ..hopper.accumulator import Fragment, Sums, load_16x16, quad, store_16x16, sums_16x16
@@ -134,6 +135,22 @@ struct ChainConfig(TrivialRegisterPassable):
         self.w_stages, self.resident = w_stages, resident
         self.x_stages, self.h_stages = x_stages, h_stages
         self.bytes = bytes
+
+    def computes(self, *, mlp: Bool, c: Int, f: Int, bytes: Bool, s: Int) -> Bool:
+        """Tells whether the tile is one of a chain.
+
+        Args:
+            mlp: Whether h is not stored.
+            c: C of x.
+            f: F of z.
+            bytes: Whether numbers have 8 bits.
+            s: Channels of a second source; 0 if there is none.
+
+        Returns:
+            Whether it has such channels.
+        """
+        var channels = WIDTH * self.c == c and WIDTH * self.f == f and WIDTH * self.s == s
+        return channels and bytes == self.bytes and mlp == (self.h_stages == 0)
 
     @always_inline
     def chunk(self) -> Int:
@@ -268,93 +285,34 @@ comptime PER_TILE_STREAMED = 2
 
 H200, 2026-11-21: MLP 192 -> 768 -> 192, 49 tiles 21 µs, as much as its parts; 98 tiles 22 of 37.
 """
-
-
+comptime LAST = Float64(1 << 20)
+"""What a tile of 64 rows costs beside its turns: it is for rows that are too few for other tiles."""
 comptime FULL = 10
 """Tiles, of 256 channels, to a place in a turn that may stay empty: products bound these chains.
 
 H200, 2026-11-28: 256 -> 1024 -> 256, 392 tiles in 3 turns 104 µs (parts 123), 196 in 2 turns 68 (65).
 """
-
-
-@always_inline
-def chain_config(
-    mlp: Bool, c: Int, f: Int, bytes: Bool = False, s: Int = 0, *, few: Bool = False
-) -> ChainConfig:
-    """Chooses a tile: what fits into 227 KB of shared memory, and was fastest on an H200.
-
-    Args:
-        mlp: Whether h is not stored.
-        c: C of x.
-        f: F of z.
-        bytes: Whether numbers have 8 bits.
-        s: Channels of a second source; 0 if there is none.
-        few: Whether there are too few rows for other tiles: a block then has 64.
-
-    Returns:
-        The tile; `groups` is 0 where there is none.
-    """
-    if few:
-        if s == 64 and c == 64 and f == 64 and not bytes:
-            return ChainConfig(
-                groups=1, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=4, s=1
-            )
-        if s == 0 and c == 64 and f <= 128 and not bytes and (f == 64 or not mlp):
-            return ChainConfig(
-                groups=1,
-                c=1,
-                f=f // 64,
-                w_stages=8,
-                resident=True,
-                x_stages=2,
-                h_stages=0 if mlp else 4,
-            )
-        return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
-    if s > 0:
-        if bytes and c == 64 and f == 64 and s == 64:
-            return ChainConfig(
-                groups=2,
-                c=1,
-                f=1,
-                w_stages=4,
-                resident=True,
-                x_stages=3,
-                h_stages=3,
-                bytes=True,
-                s=1,
-            )
-        if c == 64 and f == 64 and s == 64:
-            return ChainConfig(
-                groups=2, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=3, s=1
-            )
-        return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
-    if bytes and c == 64 and f == 64:
-        return ChainConfig(
-            groups=3, c=1, f=1, w_stages=4, resident=True, x_stages=2, h_stages=2, bytes=True
-        )
-    if bytes and c == 64 and f == 128:
-        return ChainConfig(
-            groups=2, c=1, f=2, w_stages=4, resident=True, x_stages=2, h_stages=4, bytes=True
-        )
-    if bytes and c == 128 and f == 128:
-        return ChainConfig(
-            groups=2, c=2, f=2, w_stages=8, resident=True, x_stages=2, h_stages=3, bytes=True
-        )
-    if mlp and c == 64 and f == 64:
-        return ChainConfig(groups=4, c=1, f=1, w_stages=8, resident=True, x_stages=3)
-    if mlp and c == 192 and f == 192:
-        return ChainConfig(groups=2, c=3, f=3, w_stages=5, resident=False, x_stages=2)
-    if not mlp and c == 64 and f == 64:
-        return ChainConfig(groups=3, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=4)
-    if not mlp and c == 64 and f == 128:
-        return ChainConfig(groups=2, c=1, f=2, w_stages=8, resident=True, x_stages=2, h_stages=3)
-    if not mlp and c == 128 and f == 128:
-        return ChainConfig(groups=2, c=2, f=2, w_stages=5, resident=False, x_stages=2, h_stages=4)
-    if not (mlp or bytes) and c == 256 and f == 256:
-        return ChainConfig(
-            groups=2, c=4, f=4, w_stages=4, resident=False, x_stages=1, h_stages=2, near=False
-        )
-    return ChainConfig(groups=0, c=0, f=0, w_stages=0, resident=False, x_stages=0)
+comptime TILES: List[ChainConfig] = [
+    ChainConfig(groups=4, c=1, f=1, w_stages=8, resident=True, x_stages=3),
+    ChainConfig(groups=1, c=1, f=1, w_stages=8, resident=True, x_stages=2),
+    ChainConfig(groups=2, c=3, f=3, w_stages=5, resident=False, x_stages=2),
+    ChainConfig(groups=3, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=4),
+    ChainConfig(groups=1, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=4),
+    ChainConfig(groups=2, c=1, f=2, w_stages=8, resident=True, x_stages=2, h_stages=3),
+    ChainConfig(groups=1, c=1, f=2, w_stages=8, resident=True, x_stages=2, h_stages=4),
+    ChainConfig(groups=2, c=2, f=2, w_stages=5, resident=False, x_stages=2, h_stages=4),
+    ChainConfig(groups=3, c=2, f=2, w_stages=6, resident=False, x_stages=1, h_stages=3),
+    ChainConfig(groups=2, c=4, f=4, w_stages=4, resident=False, x_stages=1, h_stages=2, near=False),
+    ChainConfig(groups=2, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=3, s=1),
+    ChainConfig(groups=1, c=1, f=1, w_stages=8, resident=True, x_stages=2, h_stages=4, s=1),
+    ChainConfig(groups=3, c=1, f=1, w_stages=4, resident=True, x_stages=2, h_stages=2, bytes=True),
+    ChainConfig(groups=2, c=1, f=2, w_stages=4, resident=True, x_stages=2, h_stages=4, bytes=True),
+    ChainConfig(groups=2, c=2, f=2, w_stages=8, resident=True, x_stages=2, h_stages=3, bytes=True),
+    ChainConfig(
+        groups=2, c=1, f=1, w_stages=4, resident=True, x_stages=3, h_stages=3, bytes=True, s=1
+    ),
+]
+"""The tiles that are compiled: what fits into 227 KB of shared memory, and was fastest on an H200."""
 
 
 @fieldwise_init
@@ -703,18 +661,17 @@ struct ChainProblem(KernelArgument, TrivialRegisterPassable):
     var eps: Float32
     """Added to the variance of the layer norm."""
 
-    def __init__(out self, *, rows: Int, tiles: Int, hidden: Int, chunk: Int, eps: Float32):
+    def __init__(out self, config: ChainConfig, *, rows: Int, hidden: Int, eps: Float32):
         """Takes the sizes.
 
         Args:
+            config: Sizes of the tile.
             rows: M.
-            tiles: Tiles of rows.
             hidden: Columns of h.
-            chunk: Those of a chunk.
             eps: Added to the variance.
         """
-        self.schedule = TileScheduler[]([tiles], columns=1)
-        self.chunks = Int32(ceildiv(hidden, chunk))
+        self.schedule = TileScheduler[]([ceildiv(rows, config.rows())], columns=1)
+        self.chunks = Int32(ceildiv(hidden, config.chunk()))
         self.hidden, self.rows, self.eps = Int32(hidden), Int32(rows), eps
 
 
@@ -1158,47 +1115,46 @@ def try_chain[
     """
     comptime MLP = op == "layernorm_mlp"
     comptime BYTES = size_of[dtype]() == 1
-    comptime for few in [False, True]:
-        comptime config = chain_config(MLP, c, f, BYTES, s, few=few)
-        if _try_tile[dtype, op, config, right](m, hidden, o, vectors, ctx, eps):
-            return True
-    return False
-
-
-def _try_tile[
-    dtype: DType, op: StaticString, config: ChainConfig, right: DType
-](
-    m: Int,
-    hidden: Int,
-    o: ChainTensors[dtype, right],
-    vectors: ChainVectors[_],
-    ctx: DeviceContext,
-    eps: Float32,
-) raises -> Bool:
-    """Enqueues a chain in a tile if it is faster than its parts."""
-    comptime if config.groups == 0:
+    var device = Device(ctx)
+    var choice = Cheapest(0)
+    comptime for i in range(len(TILES)):
+        comptime if TILES[i].computes(mlp=MLP, c=c, f=f, bytes=BYTES, s=s):
+            choice.offer(i, _cost[TILES[i]](m, hidden, device))
+    if choice.cost == NEVER:
         return False
-    else:
-        comptime most = PER_TILE if config.resident else PER_TILE_STREAMED
-        var device = Device(ctx)
-        var problem = ChainProblem(
-            rows=m, tiles=ceildiv(m, config.rows()), hidden=hidden, chunk=config.chunk(), eps=eps
-        )
-        var chunks = Int(problem.chunks)
-        var fits = ChainStorage[config].bytes(chunks) <= device.shared
-        comptime if config.resident:
-            fits = fits and 2 * chunks <= config.w_stages
-        var tiles = Int(problem.schedule.tiles)
-        var enough = tiles >= device.multiprocessors // most
-        comptime if not config.near:
-            fits = fits and hidden % WIDTH == 0
-            var places = device.waves(tiles) * device.multiprocessors
-            enough = enough and places * FULL <= tiles * (FULL + 1)
-        if hidden % (16 if config.bytes else 8) != 0 or not fits or not enough:
-            return False
-        var given = rebind[ChainVectors[config.bytes]](vectors)
-        _enqueue[dtype, op, config, right](m, problem, o, given, device, ctx)
-        return True
+    comptime for i in range(len(TILES)):
+        comptime config = TILES[i]
+        comptime if config.computes(mlp=MLP, c=c, f=f, bytes=BYTES, s=s):
+            if choice.best == i:
+                var problem = ChainProblem(config, rows=m, hidden=hidden, eps=eps)
+                var given = rebind[ChainVectors[config.bytes]](vectors)
+                _enqueue[dtype, op, config, right](m, problem, o, given, device, ctx)
+    return True
+
+
+def _cost[config: ChainConfig](m: Int, hidden: Int, device: Device) -> Float64:
+    """Estimates a chain of m rows in a tile: rows that a multiprocessor multiplies one after the other.
+
+    It is `NEVER` where the tile cannot compute it, or the chain's parts are faster.
+    """
+    var problem = ChainProblem(config, rows=m, hidden=hidden, eps=0)
+    var chunks, tiles = Int(problem.chunks), Int(problem.schedule.tiles)
+    if hidden % (16 if config.bytes else 8) != 0:
+        return NEVER
+    if ChainStorage[config].bytes(chunks) > device.shared:
+        return NEVER
+    if config.resident and 2 * chunks > config.w_stages:
+        return NEVER
+    if not config.near and hidden % WIDTH != 0:
+        return NEVER
+    comptime most = PER_TILE if config.resident else PER_TILE_STREAMED
+    var turns = device.waves(tiles)
+    var enough = tiles >= device.multiprocessors // most
+    comptime if not config.near:
+        enough = enough and turns * device.multiprocessors * FULL <= tiles * (FULL + 1)
+    if not enough:
+        return NEVER
+    return Float64(turns * config.rows()) + (LAST if config.groups == 1 else 0)
 
 
 def _enqueue[

@@ -2162,7 +2162,7 @@ CASES = [
     # Several tiles of each product, tiles that end within one, sizes that no tile fits.
     chained("conv2d_chain", (90, 71), 64, 256, 64),
     chained("conv2d_chain 128", (65, 67), 64, 256, 128),
-    chained("conv2d_chain streams", (93, 92), 128, 512, 128),
+    chained("conv2d_chain streams", (90, 92), 128, 512, 128),
     chained("conv2d_chain few", (5, 3), 128, 72, 128),
     chained("conv2d_chain odd", (5, 5), 12, 20, 7),
     chained("conv2d_chain 256", (128, 130), 256, 192, 256),

@@ -1599,6 +1599,7 @@ CHAINS = [
     ("conv2d_chain", Chain(3, 1, 1, 8, 2, 4), 256),
     ("conv2d_chain", Chain(2, 1, 2, 8, 2, 3), 200),
     ("conv2d_chain", Chain(2, 2, 2, 5, 2, 4), 328),
+    ("conv2d_chain", Chain(3, 2, 2, 6, 1, 3), 328),
     ("layernorm_mlp", Chain(1, 1, 1, 8, 2), 256),
     ("conv2d_chain", Chain(1, 1, 1, 8, 2, 4), 256),
     ("conv2d_chain", Chain(1, 1, 2, 8, 2, 4), 200),
