@@ -802,6 +802,18 @@ struct Outputs[count: Int](TrivialRegisterPassable):
         return ((self.pairs.begin + Int32(i)) & ~1) * 4 + self.column
 
     @always_inline
+    def is_high(self, i: Int) -> Bool:
+        """Tells in which of the thread's two rows a pair is.
+
+        Args:
+            i: Which of those that the thread stores.
+
+        Returns:
+            Whether it is in the second.
+        """
+        return (self.pairs.begin + Int32(i)) & 1 == 1
+
+    @always_inline
     def pixel_of(self, i: Int) -> Int32:
         """Finds the pixel of a pair.
 
@@ -811,7 +823,7 @@ struct Outputs[count: Int](TrivialRegisterPassable):
         Returns:
             Its number; -1 if there is none.
         """
-        return self.high if (self.pairs.begin + Int32(i)) & 1 == 1 else self.low
+        return self.high if self.is_high(i) else self.low
 
     @always_inline
     def stores(self, i: Int) -> Bool:
@@ -944,7 +956,7 @@ def _finished[
     """Takes a pair of sums through the epilogue, as `finish_pairs` names things."""
     var of = Channels[2](alpha, shared_load2(bias + 4 * UInt32(to.column_of(i))))
     comptime if epilogue.normalizes:
-        of.scale = SIMD[F32, 2](norm.scale[i % 2])
+        of.scale = SIMD[F32, 2](norm.scale[1] if to.is_high(i) else norm.scale[0])
     return apply[epilogue, dtype](
         SIMD[F32, 2](sums[2 * i], sums[2 * i + 1]), of, residual.cast[F32]()
     ).cast[dtype]()

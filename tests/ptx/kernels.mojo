@@ -232,6 +232,7 @@ def norms[
         resident_gemm[dtype, measures, RESIDENT[2]](g, o, 1, ctx, norm=norm)
         resident_gemm[dtype, measures, RESIDENT[3]](g, o, 1, ctx, norm=norm)
         resident_gemm[dtype, normalizes, RESIDENT[0]](g, o, 1, ctx, norm=norm)
+        resident_gemm[dtype, normalizes, RESIDENT[1]](g, o, 1, ctx, norm=norm)
         pingpong_gemm[dtype, normalizes, PINGPONG[0]](g, o, ctx, norm=norm)
 
 
