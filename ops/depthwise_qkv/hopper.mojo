@@ -238,16 +238,16 @@ def _normalize[
         var sums = Array[Float32, TOGETHER](fill=0)
         comptime for i in range(TOGETHER):
             var token = slot + Int32(i) * slots
-            token = min(token, count - 1)
             at[i] = tile.bytes(token, tile.row(token))
             var source = shared.unsafe_offset(Int(at[i] + first * 2))
-            comptime for v in range(QUADS):
-                values[i * QUADS + v] = widened(
-                    source.unsafe_offset(v * lanes * QUAD * 2)
-                    .unsafe_bitcast[Scalar[dtype]]()
-                    .unsafe_load[width=QUAD, alignment=8]()
-                )
-                sums[i] += values[i * QUADS + v].reduce_add()
+            if token < count:
+                comptime for v in range(QUADS):
+                    values[i * QUADS + v] = widened(
+                        source.unsafe_offset(v * lanes * QUAD * 2)
+                        .unsafe_bitcast[Scalar[dtype]]()
+                        .unsafe_load[width=QUAD, alignment=8]()
+                    )
+                    sums[i] += values[i * QUADS + v].reduce_add()
         sums = _over_lanes[lanes](sums)
         comptime for i in range(TOGETHER):
             var mean = sums[i] * Float32(1 / Float64(c))
