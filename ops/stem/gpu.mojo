@@ -148,7 +148,11 @@ def _fill[
     var start = w0 * Int32(stem.c)
     # Chunks that lie in the image; the others are padding, or partly so.
     var low = min(max(ceildiv(-start, CHUNK), 0), chunks)
-    var high = min(max((row_size - start) // CHUNK, low), chunks)
+    # Whole words are read, and behind an image that ends within one there may be no memory of ours.
+    var rest_of_word = Int32(0)
+    comptime if pixel == DType.uint8:
+        rest_of_word = 3 if t.h * row_size % 4 != 0 else 0
+    var high = min(max((row_size - start - rest_of_word) // CHUNK, low), chunks)
     var span = high - low
     var threads = Int32(block_dim.x)
     var image = Int(n) * Int(t.h)
