@@ -26,6 +26,7 @@ from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
+from max.gpu.sync import syncwarp
 from std.math import ceildiv, rsqrt
 from std.memory import bitcast
 from std.sys import size_of
@@ -258,6 +259,7 @@ def _normalize[
         sums = _over_lanes[lanes](sums)
         comptime for i in range(TOGETHER):
             sums[i] = rsqrt(sums[i] * Float32(1 / Float64(c)) + g.eps)
+        syncwarp()  # a lane stores where another has read
         comptime for i in range(TOGETHER):
             var token = slot + Int32(i) * slots
             var rounded = Array[SIMD[dtype, QUAD], QUADS](fill=0)
