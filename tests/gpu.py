@@ -538,7 +538,7 @@ def timed(folder: Path | None, precisions: list[str]) -> Iterator[dict[str, Any]
         model = load(source, device="gpu", dtype=dtype)
         shape = (8, model.preprocess.height, model.preprocess.width, 3)
         options = argparse.Namespace(warm_up=0.2, duration=1.0, iterations=None, kernels=3)
-        found = latency.measure(model.executable(), model.place, shape, options)
+        found = latency.measure(model.executor(), model.place, shape, options)
         times = {kind: found[kind]["p50_ms"] for kind in latency.SHARES}
         share = sum(each["us"] for each in found["kernels"]) / 1e3 / times["compute"]
         right = min(times.values()) > 0 and times["request"] > times["compute"]
