@@ -73,7 +73,10 @@ FENCE = re.compile(
 )
 """A fence that this kernel does without: ops/sparse_conv2d/two_four.mojo says why."""
 SPOILING = 6
-"""Runs at a time that fill memory with NaN; within a tool it is one a core, whose work most is."""
+"""Runs at a time that fill memory with NaN."""
+WITHIN = 20 << 30
+"""Bytes of the host's memory that a run within a tool may take, whose work is a core's: racecheck
+took 14 GB, and of sixteen at a time in 128 GB five were killed."""
 
 LIMIT = 300
 """Seconds that a run may take: the longest took 90 on an H100, sixteen at a time."""
@@ -102,10 +105,11 @@ def main() -> int:
     run = partial(outside, chosen=options.precision, folder=options.compiled)
     things = [*gpu.PARTS, *MODELS]
     within = [*product(TOOLS, things), ("memcheck", SHORT)]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     facts = environment()
     records = []
     for jobs, workers in (
-        (within, os.cpu_count() or 1),
+        (within, max(1, min(os.cpu_count() or 1, memory // WITHIN))),
         ([(NAN, each) for each in things], SPOILING),
     ):
         with ThreadPoolExecutor(workers) as pool:
