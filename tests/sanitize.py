@@ -79,7 +79,7 @@ WITHIN = 20 << 30
 took 14 GB, and of sixteen at a time in 128 GB five were killed."""
 
 LIMIT = 300
-"""Seconds that a run may take: the longest took 90 on an H100, sixteen at a time."""
+"""Seconds that a run may take: the longest took 138 on an H200, sixteen at a time."""
 
 Outputs = Callable[[int], list[np.ndarray]]
 

@@ -92,7 +92,7 @@ def multiply_stages[
             if leads:
                 pipeline.release()
         comptime if each == 1:
-            pipeline.advance()
+            pipeline.advance()  # without a division
         else:
             pipeline.advance(UInt32(each))
     comptime if overlap:
