@@ -35,6 +35,7 @@ from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
 from ..hopper.accumulator import Fragment, Sums, row_16x16, sums_16x16
+from ..hopper.barrier import Barrier
 from ..hopper.epilogue import finish_boxes
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS, Matrix, mma, settled
@@ -350,7 +351,7 @@ def _produce[config: Config, //](maps: UInt64, problem: Problem, storage: Storag
 
 
 @always_inline
-def _load_part[config: Config](w: TileLoader, to: UInt32, barrier: UInt32, i: Int32):
+def _load_part[config: Config](w: TileLoader, to: UInt32, barrier: Barrier, i: Int32):
     """Starts copying what a consumer multiplies a head by: head after head, of each all parts."""
     comptime EACH = Int32(config.consumers)
     w.load(to, barrier, i // EACH * Int32(DEPTH), i % EACH * Int32(config.columns()))

@@ -34,10 +34,8 @@ from std.utils.static_tuple import StaticTuple
 
 from ..choice import NEVER, Cheapest
 from ..device import Device
+from ..hopper.barrier import Barrier
 from ..hopper.ptx import (
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
     fence_barrier_init,
     load_bytes,
     mma_sync,
@@ -80,6 +78,19 @@ comptime ZEROS = 128
 
 comptime Shared = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
 """A block's shared memory: barriers, zeros, filters and biases of q, k and v, the tile."""
+
+comptime WEIGHTS_COME = 0
+"""The barrier of the weights."""
+comptime FIRST_COME = 1
+"""That of the first half of the tokens."""
+comptime REST_COMES = 2
+"""That of the others."""
+
+
+@always_inline
+def _barrier(shared: Shared, number: Int) -> Barrier:
+    """Finds a barrier by its number."""
+    return Barrier(UInt32(Int(shared)) + UInt32(Barrier.BYTES * number))
 
 
 @always_inline
@@ -149,16 +160,17 @@ def _fetch[
     var base = UInt32(Int(shared))
     if t == 0:
         comptime for i in range(3):
-            barrier_init(base + UInt32(8 * i), 1)
+            _barrier(shared, i).init()
         fence_barrier_init()
-        barrier_expect(base, UInt32(WEIGHTS * c))
+        var weights = _barrier(shared, WEIGHTS_COME)
+        weights.expect(UInt32(WEIGHTS * c))
         comptime for f in range(3):
             var filter = o.q_filter if f == 0 else o.k_filter if f == 1 else o.v_filter
             var bias = o.q_bias if f == 0 else o.k_bias if f == 1 else o.v_bias
             var to = base + UInt32(_Tile[c].WEIGHTS + f * FILTER)
-            load_bytes(to, filter, UInt32(FILTER), base)
+            load_bytes(to, filter, UInt32(FILTER), weights.address)
             to = base + UInt32(_Tile[c].WEIGHTS + 3 * FILTER + f * 4 * c)
-            load_bytes(to, bias, UInt32(4 * c), base)
+            load_bytes(to, bias, UInt32(4 * c), weights.address)
     var zeros = shared.unsafe_offset(ZEROS).unsafe_bitcast[UInt32]()
     while t < Int32((_Tile[c].WEIGHTS - ZEROS) // 16):
         zeros.unsafe_store[alignment=16](Int(t * 4), SIMD[U32, 4](0))
@@ -167,9 +179,10 @@ def _fetch[
     wait_on_dependent_grids()
     launch_dependent_grids()
     t = Int32(thread_idx.x)
+    var first, rest = _barrier(shared, FIRST_COME), _barrier(shared, REST_COMES)
     if t == 0:
-        barrier_expect(base + 8, UInt32(half) * UInt32(2 * c))
-        barrier_expect(base + 16, UInt32(count - half) * UInt32(2 * c))
+        first.expect(UInt32(half) * UInt32(2 * c))
+        rest.expect(UInt32(count - half) * UInt32(2 * c))
     var x = o.x.unsafe_offset(Int(block_idx.z) * Int((g.h * g.w + g.first) * Int32(c)))
     while t < count:
         var y = tile.row(t)
@@ -178,7 +191,7 @@ def _fetch[
             base + UInt32(tile.bytes(t, y)),
             x.unsafe_offset(Int((token if y < tile.high else 0) * Int32(c))),
             UInt32(2 * c),
-            base + (UInt32(8) if t < half else 16),
+            first.address if t < half else rest.address,
         )
         t += Int32(block_dim.x)
 
@@ -226,14 +239,13 @@ def _normalize[
     var half = count // 2
     _fetch(o, g, tile, shared, count, half)
 
-    var base = UInt32(Int(shared))
-    barrier_wait(base + 8, 0)
+    _barrier(shared, FIRST_COME).wait()
     # The lanes of a warp stay together: they exchange sums.
     var start = Int32(0)
     while start < count:
         start += slots * Int32(TOGETHER)
         if start > half:
-            barrier_wait(base + 16, 0)
+            _barrier(shared, REST_COMES).wait()
         var values = Array[SIMD[F32, QUAD], TOGETHER * QUADS](fill=0)
         var at = Array[Int32, TOGETHER](fill=0)
         var sums = Array[Float32, TOGETHER](fill=0)
@@ -568,7 +580,7 @@ def qkv_hopper_kernel[
     ]()
     var tile = _Tile[c](g)
     _normalize[dtype, c, LANES](o, g, tile, shared)
-    barrier_wait(UInt32(Int(shared)), 0)
+    _barrier(shared, WEIGHTS_COME).wait()
     barrier()
 
     var across = (min(g.columns, g.w - tile.w0) + STRIP - 1) // STRIP

@@ -54,6 +54,7 @@ from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums, rescaled
+from ..hopper.barrier import Barrier
 from ..hopper.cluster import Exchange
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
@@ -323,13 +324,13 @@ def hopper_kernel[
     )
     comptime INBOX = config.stages * (config.stage() + Pipeline.BARRIERS)
     var exchange = Exchange[config.columns, config.groups, config.peers](
-        data + UInt32(INBOX), data + UInt32(INBOX + config.inbox())
+        data + UInt32(INBOX), Barrier(data + UInt32(INBOX + config.inbox()))
     )
     var t = Int32(thread_idx.x)
     if t == 0:
         pipeline.init[config.stages](consumers=config.groups)
         comptime if config.peers > 1:
-            exchange.init()
+            exchange.barrier.init()
         fence_barrier_init()
         comptime if config.peers > 1:
             exchange.expect()
@@ -477,7 +478,7 @@ def _load_filters[
     w2: TileLoader,
     conv: Conv,
     to: UInt32,
-    barrier: UInt32,
+    barrier: Barrier,
     k: Step,
     width: Int32,
     f0: Int32,

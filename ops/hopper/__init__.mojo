@@ -1,6 +1,7 @@
 """The parts of which kernels for Hopper (sm_90a) are made, one idea a file.
 
     ptx          the instructions, one function each
+    barrier      a barrier in shared memory: arrivals, and the bytes that copies bring
     shared       a block's shared memory, and its 128-byte swizzle
     pipeline     a ring of stages between a producer and consumers
     tma          tensor maps, and what copies tiles through them

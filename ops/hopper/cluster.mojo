@@ -5,9 +5,9 @@ every peer the sums of the peer's columns from its registers into the peer's inb
 8.1), whose barrier tells when all have come. No block waits for the cluster a second time, as in
 reduce_cluster of epilogue.mojo: when its inbox is full, nobody sends to it any more.
 
-    init, fence_barrier_init, expect    by one thread
-    cluster_arrive, ..., cluster_wait   so that peers do not send before that
-    send, receive                       by the consumers
+    barrier.init, fence_barrier_init, expect    by one thread
+    cluster_arrive, ..., cluster_wait           so that peers do not send before that
+    send, receive                               by the consumers
 
 `Exchange` is the same for larger tiles, and as many blocks as are known at compile time.
 """
@@ -17,16 +17,9 @@ from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32
 from .accumulator import Fragment, Sums
+from .barrier import Barrier
 from .mma import ROWS
-from .ptx import (
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
-    cluster_address,
-    cluster_send,
-    shared_load2,
-    shared_load4,
-)
+from .ptx import cluster_address, cluster_send, shared_load2, shared_load4
 from .scheduler import Share
 from .shared import WARP, WARPGROUP
 
@@ -54,17 +47,12 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
 
     var data: UInt32
     """Address of the sums in shared memory."""
-    var barrier: UInt32
-    """Address of the barrier, 8 bytes."""
+    var barrier: Barrier
+    """Tells that they have come."""
     var splits: Int32
     """Blocks of the cluster."""
     var rank: Int32
     """Of this block."""
-
-    @always_inline
-    def init(self):
-        """Prepares the barrier, by one thread; `fence_barrier_init` has to follow."""
-        barrier_init(self.barrier, 1)
 
     @always_inline
     def expect(self, warps: Int32):
@@ -74,7 +62,7 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
             warps: Of consumers of each block that send; the same in all blocks.
         """
         comptime WARP_BYTES = WARP * Self.columns // 2 * 4
-        barrier_expect(self.barrier, UInt32(warps * Int32(WARP_BYTES)))
+        self.barrier.expect(UInt32(warps * Int32(WARP_BYTES)))
 
     @always_inline
     def units(self) -> Int32:
@@ -115,7 +103,7 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
             comptime for k in range(Self.UNIT):
                 unit[k] = sums[Self.UNIT * j + k]
             cluster_send[Self.UNIT](
-                cluster_address(to, owner), unit, cluster_address(self.barrier, owner)
+                cluster_address(to, owner), unit, cluster_address(self.barrier.address, owner)
             )
 
     @always_inline
@@ -131,7 +119,7 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
         var units = self.units()
         var mine = self._mine(at)
         var sums = StaticTuple[Float32, Self.MOST * Self.UNIT](fill=0)
-        barrier_wait(self.barrier, 0)
+        self.barrier.wait()
         comptime for j in range(Self.MOST):
             if Int32(j) < units:
                 var parts = StaticTuple[SIMD[F32, Self.UNIT], PEERS](fill=SIMD[F32, Self.UNIT](0))
@@ -155,6 +143,7 @@ struct Inbox[columns: Int, groups: Int](TrivialRegisterPassable):
         return self.data + UInt32(at.t) * UInt32(4 * Self.UNIT)
 
 
+@fieldwise_init
 struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
     """What the blocks of a cluster send to one of them: the sums of the columns that it finishes.
 
@@ -179,28 +168,13 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
 
     var data: UInt32
     """Address of `BYTES` bytes in shared memory, the same in all blocks."""
-    var barrier: UInt32
-    """Address of the barrier, 8 bytes."""
-
-    @always_inline
-    def __init__(out self, data: UInt32, barrier: UInt32):
-        """Takes a place.
-
-        Args:
-            data: Address of `BYTES` bytes in shared memory, the same in all blocks.
-            barrier: Address of 8 more.
-        """
-        self.data, self.barrier = data, barrier
-
-    @always_inline
-    def init(self):
-        """Prepares the barrier, by one thread; `fence_barrier_init` has to follow."""
-        barrier_init(self.barrier, 1)
+    var barrier: Barrier
+    """Tells that they have come."""
 
     @always_inline
     def expect(self):
         """Announces what will come, by one thread."""
-        barrier_expect(self.barrier, UInt32(Self.BYTES))
+        self.barrier.expect(UInt32(Self.BYTES))
 
     @always_inline
     def add[dtype: DType, //](self, at: Fragment, rank: Int32, mut sums: Sums[Self.columns, dtype]):
@@ -219,7 +193,7 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
             if rank != Int32(peer):
                 var slot = rank - Int32(1 if rank > Int32(peer) else 0)
                 var to = cluster_address(mine + UInt32(slot) * UInt32(Self.PART), UInt32(peer))
-                var barrier = cluster_address(self.barrier, UInt32(peer))
+                var barrier = cluster_address(self.barrier.address, UInt32(peer))
                 comptime for i in range(Self.SUMS // 4):
                     var four = SIMD[F32, 4](0)
                     comptime for e in range(4):
@@ -229,7 +203,7 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
             comptime for peer in range(1, Self.peers):
                 if rank == Int32(peer):
                     sums[i] = sums[peer * Self.SUMS + i]
-        barrier_wait(self.barrier, 0)
+        self.barrier.wait()
         comptime for i in range(Self.SUMS // 4):
             comptime for slot in range(Self.peers - 1):
                 var four = shared_load4(mine + UInt32(slot * Self.PART + i * Self.PITCH))

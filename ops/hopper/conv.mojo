@@ -13,6 +13,7 @@ from std.utils.static_tuple import StaticTuple
 from ..geometry import Geometry
 from ..kernel_argument import KernelArgument
 from ..operands import Data
+from .barrier import Barrier
 from .scheduler import TileScheduler
 from .shared import ROW
 from .tma import TensorMap, TileLoader, im2col_map, matrix_map
@@ -269,7 +270,7 @@ struct Step(TrivialRegisterPassable):
 def load_pixels(
     x: TileLoader,
     to: UInt32,
-    barrier: UInt32,
+    barrier: Barrier,
     conv: Conv,
     at: Pixel,
     corner: Corner,

@@ -12,27 +12,20 @@ with a copy of the ring that says where it is: the stage's index, and the parity
 A stage may have parts that consumers wait for one by one, such as keys and values: each part has a
 `full` of its own, and is seen through `part`; the stage has one `empty`.
 
-CUTLASS calls this PipelineTmaAsync with its PipelineState; PTX ISA 8.0, section 9.7.12.15 (mbarrier).
+CUTLASS calls this PipelineTmaAsync with its PipelineState.
 """
 
-from .ptx import (
-    arrive_threads,
-    barrier_arrive,
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
-    stores_read,
-    sync_threads,
-)
+from .barrier import Barrier
+from .ptx import arrive_threads, stores_read, sync_threads
 from .shared import WARPGROUP
 
 
 struct Pipeline(TrivialRegisterPassable):
     """A ring of stages, and where a warp is in it."""
 
-    comptime BARRIERS = 16
+    comptime BARRIERS = 2 * Barrier.BYTES
     """Bytes of a stage's two barriers."""
-    comptime PART = 8
+    comptime PART = Barrier.BYTES
     """Bytes of a barrier more, for each part of a stage but the first."""
 
     var data: UInt32
@@ -102,8 +95,8 @@ struct Pipeline(TrivialRegisterPassable):
     @always_inline
     def _init(self, index: UInt32, consumers: Int, producers: Int):
         for part in range(self.parts):
-            barrier_init(self.full + 8 * (part * self.stages + index), UInt32(producers))
-        barrier_init(self.empty + 8 * index, UInt32(consumers))
+            Barrier(self.full + 8 * (part * self.stages + index)).init(producers)
+        Barrier(self.empty + 8 * index).init(consumers)
 
     @always_inline
     def part(self, number: UInt32, at: UInt32) -> Self:
@@ -131,13 +124,13 @@ struct Pipeline(TrivialRegisterPassable):
         return self.data + self.index * self.bytes
 
     @always_inline
-    def barrier(self) -> UInt32:
-        """Gives the address of the next stage's `full`, which loads are to tell of their bytes.
+    def barrier(self) -> Barrier:
+        """Gives the next stage's `full`, which loads are to tell of their bytes.
 
         Returns:
-            In shared memory.
+            The barrier.
         """
-        return self.full + 8 * self.index
+        return Barrier(self.full + 8 * self.index)
 
     @always_inline
     def stage(self, index: Int32) -> UInt32:
@@ -152,16 +145,16 @@ struct Pipeline(TrivialRegisterPassable):
         return self.data + UInt32(index) * self.bytes
 
     @always_inline
-    def barrier(self, index: Int32) -> UInt32:
-        """Gives the address of a stage's `full`.
+    def barrier(self, index: Int32) -> Barrier:
+        """Gives a stage's `full`.
 
         Args:
             index: Which.
 
         Returns:
-            In shared memory.
+            The barrier.
         """
-        return self.full + 8 * UInt32(index)
+        return Barrier(self.full + 8 * UInt32(index))
 
     @always_inline
     def advance(mut self):
@@ -205,7 +198,7 @@ struct Pipeline(TrivialRegisterPassable):
     @always_inline
     def acquire(self):
         """Waits until the consumers have read what the stage held."""
-        barrier_wait(self.empty + 8 * self.index, self.phase ^ 1)
+        Barrier(self.empty + 8 * self.index).wait(self.phase ^ 1)
 
     @always_inline
     def expect(self, bytes: UInt32):
@@ -214,7 +207,7 @@ struct Pipeline(TrivialRegisterPassable):
         Args:
             bytes: Of all of them.
         """
-        barrier_expect(self.barrier(), bytes)
+        self.barrier().expect(bytes)
 
     @always_inline
     def expect(self, index: Int32, bytes: UInt32):
@@ -224,7 +217,7 @@ struct Pipeline(TrivialRegisterPassable):
             index: Which.
             bytes: Of all of them.
         """
-        barrier_expect(self.barrier(index), bytes)
+        self.barrier(index).expect(bytes)
 
     @always_inline
     def expect_first(self, bytes: UInt32, count: Int32) -> Int32:
@@ -245,7 +238,7 @@ struct Pipeline(TrivialRegisterPassable):
     @always_inline
     def commit(self):
         """Declares the stage filled, or its part of it, where nothing was announced."""
-        barrier_arrive(self.barrier())
+        self.barrier().arrive()
 
     @always_inline
     def prefetch(mut self, stages: Int32) -> Int32:
@@ -282,7 +275,7 @@ struct Pipeline(TrivialRegisterPassable):
     @always_inline
     def wait(self):
         """Waits until the stage is filled."""
-        barrier_wait(self.barrier(), self.phase)
+        self.barrier().wait(self.phase)
 
     @always_inline
     def wait(self, index: Int32):
@@ -291,7 +284,7 @@ struct Pipeline(TrivialRegisterPassable):
         Args:
             index: Which.
         """
-        barrier_wait(self.barrier(index), 0)
+        self.barrier(index).wait()
 
     @always_inline
     def wait_first(self, count: Int32):
@@ -301,7 +294,7 @@ struct Pipeline(TrivialRegisterPassable):
             count: How many.
         """
         for i in range(count):
-            barrier_wait(self.barrier(i), 0)
+            self.barrier(i).wait()
 
     @always_inline
     def release(self):
@@ -315,7 +308,7 @@ struct Pipeline(TrivialRegisterPassable):
         Args:
             index: Which.
         """
-        barrier_arrive(self.empty + 8 * index)
+        Barrier(self.empty + 8 * index).arrive()
 
 
 struct Storing[count: Int](TrivialRegisterPassable):
@@ -424,4 +417,4 @@ struct StoringStage(TrivialRegisterPassable):
         """Gives the stage back, once the copy engine has read it."""
         if self.empty != 0:
             stores_read()
-            barrier_arrive(self.empty)
+            Barrier(self.empty).arrive()

@@ -1,6 +1,6 @@
 """The PTX instructions of Hopper that the kernels need, one function each (PTX ISA 8.0, section 9).
 
-Shared memory is named by its 32-bit address. Barriers are mbarrier objects of 8 bytes.
+Shared memory is named by its 32-bit address, barriers too; barrier.mojo has what is done with these.
 """
 
 from std.sys import _RegisterPackType
@@ -9,19 +9,6 @@ from std.utils.static_tuple import StaticTuple
 
 comptime NOTHING = NoneType
 """What an instruction without a result gives."""
-
-
-@always_inline
-def barrier_init(barrier: UInt32, arrivals: UInt32):
-    """Prepares a barrier that `arrivals` arrivals complete.
-
-    Args:
-        barrier: Its address.
-        arrivals: How many arrivals end a phase.
-    """
-    inlined_assembly[
-        "mbarrier.init.shared::cta.b64 [$0], $1;", NOTHING, constraints="r,r,~{memory}"
-    ](barrier, arrivals)
 
 
 @always_inline
@@ -34,53 +21,6 @@ def fence_barrier_init():
 def fence_async():
     """Orders this thread's writes to shared memory before the copy engine's reads of it."""
     inlined_assembly["fence.proxy.async.shared::cta;", NOTHING, constraints="~{memory}"]()
-
-
-@always_inline
-def barrier_expect(barrier: UInt32, bytes: UInt32):
-    """Arrives, and has the phase wait for `bytes` more of copies.
-
-    Args:
-        barrier: Its address.
-        bytes: Bytes that the copies will bring.
-    """
-    inlined_assembly[
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
-        NOTHING,
-        constraints="r,r,~{memory}",
-    ](barrier, bytes)
-
-
-@always_inline
-def barrier_arrive(barrier: UInt32):
-    """Arrives.
-
-    Args:
-        barrier: Its address.
-    """
-    inlined_assembly[
-        "mbarrier.arrive.shared::cta.b64 _, [$0];", NOTHING, constraints="r,~{memory}"
-    ](barrier)
-
-
-@always_inline
-def barrier_wait(barrier: UInt32, parity: UInt32):
-    """Waits for the end of the phase of that parity.
-
-    Args:
-        barrier: Its address.
-        parity: 0 for the first phase, then 1, 0, ...
-    """
-    inlined_assembly[
-        """{
-        .reg .pred done;
-        again:
-        mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;
-        @!done bra again;
-        }""",
-        NOTHING,
-        constraints="r,r,~{memory}",
-    ](barrier, parity)
 
 
 @always_inline

@@ -21,6 +21,7 @@ from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..kernel_argument import KernelArgument
 from .accumulator import Fragment, Sums
+from .barrier import Barrier
 from .cluster import Inbox
 from .conv import Problem
 from .epilogue import EpilogueTensors, Outputs, finish_pairs, pool_pairs
@@ -134,7 +135,7 @@ struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
         Self.config.columns, Self.config.groups
     ].BYTES if Self.config.split else 0
     """Bytes that a cluster's blocks send to one of them."""
-    comptime ENDS = Self.INBOX + 8 + 4 * Self.config.columns
+    comptime ENDS = Self.INBOX + Barrier.BYTES + 4 * Self.config.columns
     """Bytes of all but the rings."""
 
     var box: PixelBox[Self.config.rows()]
@@ -220,8 +221,8 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
         barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.w_stages)
         self.x = Pipeline(x, barriers, stages=plan.x_stages, bytes=UInt32(plan.box.bytes))
         barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.x_stages)
-        self.inbox = Received(inbox, barriers, splits=schedule.splits, rank=start.rank)
-        self.bias = barriers + 8
+        self.inbox = Received(inbox, Barrier(barriers), splits=schedule.splits, rank=start.rank)
+        self.bias = barriers + UInt32(Barrier.BYTES)
         self.end = self.bias + UInt32(4 * Self.config.columns)
 
     @always_inline
@@ -235,7 +236,7 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
         self.w.init(consumers=Self.config.groups, producers=producers)
         self.x.init(consumers=Self.config.groups)
         comptime if Self.config.split:
-            self.inbox.init()
+            self.inbox.barrier.init()
         fence_barrier_init()
         comptime if Self.config.split:
             self.inbox.expect(warps)

@@ -12,6 +12,7 @@ from std.sys import size_of
 from ..geometry import Geometry
 from ..kernel_argument import KernelArgument
 from ..operands import F32, Data
+from .barrier import Barrier
 from .ptx import load_2d, load_3d, load_4d, load_im2col, prefetch_map, store_2d, store_3d, store_4d
 from .shared import ROW
 
@@ -102,7 +103,7 @@ struct TileLoader(TrivialRegisterPassable):
         prefetch_map(self.map)
 
     @always_inline
-    def load(self, to: UInt32, barrier: UInt32, x: Int32, y: Int32):
+    def load(self, to: UInt32, barrier: Barrier, x: Int32, y: Int32):
         """Starts copying a box of a matrix.
 
         Args:
@@ -111,10 +112,10 @@ struct TileLoader(TrivialRegisterPassable):
             x: First column.
             y: First row.
         """
-        load_2d(to, self.map, barrier, x, y)
+        load_2d(to, self.map, barrier.address, x, y)
 
     @always_inline
-    def load(self, to: UInt32, barrier: UInt32, x: Int32, y: Int32, z: Int32):
+    def load(self, to: UInt32, barrier: Barrier, x: Int32, y: Int32, z: Int32):
         """Starts copying a box of a tensor of rank 3.
 
         Args:
@@ -124,10 +125,10 @@ struct TileLoader(TrivialRegisterPassable):
             y: First index along the middle axis.
             z: First index along the first axis.
         """
-        load_3d(to, self.map, barrier, x, y, z)
+        load_3d(to, self.map, barrier.address, x, y, z)
 
     @always_inline
-    def load(self, to: UInt32, barrier: UInt32, x: Int32, y: Int32, z: Int32, n: Int32):
+    def load(self, to: UInt32, barrier: Barrier, x: Int32, y: Int32, z: Int32, n: Int32):
         """Starts copying a box of a tensor of rank 4.
 
         Args:
@@ -138,13 +139,13 @@ struct TileLoader(TrivialRegisterPassable):
             z: First index along the second axis.
             n: First index along the first axis.
         """
-        load_4d(to, self.map, barrier, x, y, z, n)
+        load_4d(to, self.map, barrier.address, x, y, z, n)
 
     @always_inline
     def load_im2col(
         self,
         to: UInt32,
-        barrier: UInt32,
+        barrier: Barrier,
         c: Int32,
         w: Int32,
         h: Int32,
@@ -164,7 +165,7 @@ struct TileLoader(TrivialRegisterPassable):
             s: Columns from the corner to the tap.
             r: Rows from the corner to the tap.
         """
-        load_im2col(to, self.map, barrier, c, w, h, n, UInt16(s), UInt16(r))
+        load_im2col(to, self.map, barrier.address, c, w, h, n, UInt16(s), UInt16(r))
 
 
 struct TileStore(TrivialRegisterPassable):

@@ -320,13 +320,13 @@ def _produce_steps[
                 to,
                 filters.values.unsafe_offset(at * (VALUES // 2)),
                 UInt32(config.groups * VALUES),
-                pipeline.barrier(),
+                pipeline.barrier().address,
             )
             load_bytes(
                 to + UInt32(config.groups * VALUES),
                 filters.indices.unsafe_offset(at * (INDICES // 4)),
                 UInt32(config.groups * INDICES),
-                pipeline.barrier(),
+                pipeline.barrier().address,
             )
             pipeline.advance()
             comptime if config.shares:

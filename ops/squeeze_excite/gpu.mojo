@@ -45,10 +45,8 @@ from std.utils.static_tuple import StaticTuple
 
 from ..device import RESERVED, Device
 from ..epilogue import Epilogue, Output, activate
+from ..hopper.barrier import Barrier
 from ..hopper.ptx import (
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
     cluster_address,
     cluster_arrive,
     cluster_send,
@@ -251,12 +249,12 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
     var partial: Floats
     """[BLOCKS, K, together]."""
 
-    comptime SUMS = UInt32(8 * CHUNKS)
-    """Byte of the barrier for `sums`."""
-    comptime PARTIAL = UInt32(8 * (CHUNKS + 1))
-    """Byte of the barrier for `partial`."""
-    comptime GATES = UInt32(8 * (CHUNKS + 2))
-    """Byte of the barrier for `gates`."""
+    comptime SUMS = Int32(CHUNKS)
+    """Number of the barrier for `sums`; the first are those of the chunks of pixels."""
+    comptime PARTIAL = Self.SUMS + 1
+    """Number of the barrier for `partial`."""
+    comptime GATES = Self.SUMS + 2
+    """Number of the barrier for `gates`."""
 
     @always_inline
     def __init__(out self, o: SqueezeTensors[Self.dtype], g: SqueezeSizes):
@@ -298,15 +296,27 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
         self.partial = memory.unsafe_offset(Int(room.partial)).unsafe_bitcast[Float32]()
 
     @always_inline
+    def barrier(self, number: Int32) -> Barrier:
+        """Finds a barrier.
+
+        Args:
+            number: Of a chunk of pixels, or `SUMS`, `PARTIAL` or `GATES`.
+
+        Returns:
+            The barrier.
+        """
+        return Barrier(self.shared + UInt32(number * Int32(Barrier.BYTES)))
+
+    @always_inline
     def init(self):
         """Prepares the barriers, by one thread, and says what peers will send."""
         comptime for i in range(BARRIERS):
-            barrier_init(self.shared + UInt32(8 * i), 1)
+            self.barrier(Int32(i)).init()
         fence_barrier_init()
         comptime VECTOR = 4 * WIDTH
-        barrier_expect(self.shared + Self.SUMS, UInt32(BLOCKS * self.mine * VECTOR))
-        barrier_expect(self.shared + Self.PARTIAL, UInt32(BLOCKS * self.g.rows() * 4))
-        barrier_expect(self.shared + Self.GATES, UInt32(self.g.vectors() * VECTOR))
+        self.barrier(Self.SUMS).expect(UInt32(BLOCKS * self.mine * VECTOR))
+        self.barrier(Self.PARTIAL).expect(UInt32(BLOCKS * self.g.rows() * 4))
+        self.barrier(Self.GATES).expect(UInt32(self.g.vectors() * VECTOR))
 
     @always_inline
     def prefetch(self):
@@ -336,14 +346,13 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
         for i in range(Int32(CHUNKS)):
             var begin = min(i * length, self.kept)
             var bytes = (min(begin + length, self.kept) - begin) * pitch
-            var signal = self.shared + UInt32(8 * i)
-            barrier_expect(signal, UInt32(bytes))
+            self.barrier(i).expect(UInt32(bytes))
             if bytes > 0:
                 load_bytes(
                     to + UInt32(begin * pitch),
                     self.o.x.unsafe_offset(Int(begin) * Int(self.g.channels)),
                     UInt32(bytes),
-                    signal,
+                    self.barrier(i).address,
                 )
 
     @always_inline
@@ -365,7 +374,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
                 )
                 for i in range(Int32(CHUNKS)):
                     var begin = min(i * length, self.kept)
-                    barrier_wait(self.shared + UInt32(8 * i), 0)
+                    self.barrier(i).wait()
                     sum += _sum_rows(
                         self.pixels.unsafe_offset(column),
                         pitch,
@@ -395,7 +404,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
     @always_inline
     def receive_means(self):
         """Adds up what blocks have sent of the channels that this one is responsible for."""
-        barrier_wait(self.shared + Self.SUMS, 0)
+        self.barrier(Self.SUMS).wait()
         var quads, parts = 2 * self.g.slice(), self.g.parts()
         for i in range(self.t, quads << self.g.shift, self.threads):
             var image = self.g.slice_of(i >> 1)
@@ -457,7 +466,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
             activation: Between the products.
         """
         var rows = self.g.rows()
-        barrier_wait(self.shared + Self.PARTIAL, 0)
+        self.barrier(Self.PARTIAL).wait()
         for row in range(self.t, rows, self.threads):
             var sum = Float32(0)
             comptime for peer in range(BLOCKS):
@@ -516,7 +525,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
                 elif member == 0:
                     to.unsafe_store[alignment=16](0, gates)
         if self.g.split == 1:
-            barrier_wait(self.shared + Self.GATES, 0)
+            self.barrier(Self.GATES).wait()
         else:
             barrier()
 
@@ -558,7 +567,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
                 )
 
     @always_inline
-    def send[width: Int](self, to: Floats, values: SIMD[F32, width], signal: UInt32, peer: Int32):
+    def send[width: Int](self, to: Floats, values: SIMD[F32, width], signal: Int32, peer: Int32):
         """Starts storing numbers in a block of the cluster.
 
         Parameters:
@@ -567,13 +576,13 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
         Args:
             to: Where to; the place in this block's memory.
             values: The numbers.
-            signal: Byte of the barrier there that is told.
+            signal: Number of the barrier there that is told.
             peer: The block's rank.
         """
         cluster_send[width](
             cluster_address(UInt32(Int(to)), UInt32(peer)),
             values,
-            cluster_address(self.shared + signal, UInt32(peer)),
+            cluster_address(self.barrier(signal).address, UInt32(peer)),
         )
 
 

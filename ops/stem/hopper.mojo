@@ -50,12 +50,10 @@ from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
 from ..hopper.accumulator import Fragment, Sums
+from ..hopper.barrier import Barrier
 from ..hopper.mma import Matrix, mma, mma_registers, settled
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
-    barrier_expect,
-    barrier_init,
-    barrier_wait,
     fence_async,
     fence_barrier_init,
     packed,
@@ -187,13 +185,13 @@ struct Storage[op: StaticString](TrivialRegisterPassable):
         return self.data + UInt32(Self.WEIGHTS)
 
     @always_inline
-    def loaded(self) -> UInt32:
+    def loaded(self) -> Barrier:
         """Finds the barrier of the weights.
 
         Returns:
-            Its address.
+            What tells that they have come.
         """
-        return self.data + UInt32(Self.LOADED)
+        return Barrier(self.data + UInt32(Self.LOADED))
 
 
 @fieldwise_init
@@ -304,10 +302,10 @@ def stem_maxpool_kernel[
     if t == 0:
         storage.ring().init[STAGES](consumers=1, producers=WARPGROUP)
         comptime if op == NEXT:
-            barrier_init(storage.loaded(), 1)
+            storage.loaded().init()
         fence_barrier_init()
         comptime if op == NEXT:
-            barrier_expect(storage.loaded(), UInt32(WEIGHTS))
+            storage.loaded().expect(UInt32(WEIGHTS))
             TileLoader(maps.address(), 2).load(storage.weights(), storage.loaded(), 0, 0)
     sync_threads(0, UInt32(2 * WARPGROUP))
     launch_dependent_grids()
@@ -702,7 +700,7 @@ def _consume[
         follower = Follower(0, 0, 0, 0)
     wait_on_dependent_grids()
     comptime if follows:
-        barrier_wait(storage.loaded(), 0)
+        storage.loaded().wait()
 
     var result = UInt32(0)
     var strips = Strips.of_block(sizes.rows)
