@@ -42,7 +42,8 @@ from std.utils.static_tuple import StaticTuple
 from ..choice import Cheapest
 from ..device import Device
 from ..hopper.accumulator import Fragment, Sums
-from ..hopper.epilogue import finish_boxes, store_rows
+from ..hopper.direct_store import store_rows
+from ..hopper.epilogue import finish_boxes
 from ..hopper.mma import ROWS, Matrix, mma, settled
 from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import OrderedSequence, Pipeline

@@ -55,9 +55,9 @@ from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums, rescaled
 from ..hopper.barrier import Barrier
-from ..hopper.cluster import Exchange
+from ..hopper.cluster import PAD, Exchange, leave_rows, reduce_cluster
 from ..hopper.conv import Conv, Problem, Step, load_pixels, pixels_map
-from ..hopper.epilogue import PAD, EpilogueTensors, finish_rows, leave_rows, reduce_cluster
+from ..hopper.epilogue import EpilogueTensors, finish_rows
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS, SUM
 from ..hopper.moments import GROUP, Norm, RowMoments, RowNorm, RowSums

@@ -46,11 +46,12 @@ from ..hopper.conv import Problem
 from ..hopper.epilogue import EpilogueTensors
 from ..hopper.moments import Norm
 from ..hopper.pipeline import Pipeline
+from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
-from ..hopper.window import PixelBox, StepCounter, box_map, produce_pixels
+from ..hopper.window import StepCounter, produce_pixels
 from ..launch import launch
 from ..operands import Operands
 from .hopper import filter_map, several

@@ -14,8 +14,8 @@ from std.math import ceildiv
 from ..dot import I8, U8
 from ..epilogue import Epilogue
 from ..geometry import Geometry
+from ..hopper.pixel_box import PixelBox
 from ..hopper.shared import ROW
-from ..hopper.window import PixelBox
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands, Scales
 from .gpu import byte_tile, gemm_portable, gemm_tile

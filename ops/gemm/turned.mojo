@@ -8,7 +8,7 @@
 
 M = F filters, N = N * P * Q output pixels, K = C * R * S: windows of several taps, stride 1. wgmma
 has 64 rows and up to 256 columns, and reads a column of shared memory once for all 64 rows; so the
-many pixels are its columns. A tile is a band of an image, as in hopper/window.mojo: a box of whole
+many pixels are its columns. A tile is a band of an image, as in hopper/pixel_box.mojo: a box of whole
 rows of it, 128 bytes of channels, serves all taps of the window, or those of a column of it. The
 sums leave turned over, by stmatrix, for the copy engine, which drops the padding's pixels.
 
@@ -49,6 +49,7 @@ from ..hopper.conv import Problem
 from ..hopper.epilogue import EpilogueTensors, finish_byte_columns, finish_columns
 from ..hopper.mma import ROWS, SUM, Matrix, mma
 from ..hopper.pipeline import OrderedSequence, Pipeline, StoringStage
+from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import (
     fence_async,
     fence_barrier_init,
@@ -59,7 +60,6 @@ from ..hopper.ptx import (
 from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
-from ..hopper.window import PixelBox, box_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data, Operands, Scales, dtypes

@@ -7,11 +7,13 @@
     tma          tensor maps, and what copies tiles through them
     mma          wgmma: matrix descriptors, and products of a stage
     accumulator  which sums a thread holds
-    epilogue     how the sums become the result, and leave
+    epilogue     how the sums become the result, and leave through shared memory
+    direct_store how they leave straight from the registers
     scheduler    which block computes what: persistent blocks, clusters that share a tile
-    cluster      how blocks that share a tile send each other their sums
+    cluster      how blocks that share a tile add up their sums
     conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded
-    window       one box of pixels for all taps of a window, and the loop over K for it
+    pixel_box    one box of pixels for all taps of a window
+    window       the loop over K where x and filters come through rings of their own
     tile         a block that computes one tile: what it stages, and what its consumers do
 
 The names are CUTLASS 3's and the PTX manual's.

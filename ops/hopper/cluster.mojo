@@ -1,26 +1,44 @@
-"""How the blocks of a cluster add up a tile that they share: each sends the others its sums.
+"""How the blocks of a cluster add up a tile that they share: each has summed a part of K (split-K).
 
-Each block has summed a part of K (split-K), and finishes a part of the tile's columns. It sends
-every peer the sums of the peer's columns from its registers into the peer's inbox (st.async, PTX ISA
-8.1), whose barrier tells when all have come. No block waits for the cluster a second time, as in
-reduce_cluster of epilogue.mojo: when its inbox is full, nobody sends to it any more.
+    Inbox            for a block of one small tile (tile.mojo), in clusters of 2, 4 or 8: each block finishes some
+                     columns. From its registers it sends every block the sums of that block's columns (st.async,
+                     PTX ISA 8.1), and that block's barrier tells when all have come
+    Exchange         the same for larger tiles, of as many blocks as are known at compile time: a block's own sums
+                     stay in its registers
+    reduce_cluster   for any tile and any number of blocks: `leave_rows` or `leave_columns` leaves a block's sums
+                     where its ring was, and then each block loads some rows of all blocks and finishes them
+
+reduce_cluster needs no room beside the ring, but the cluster waits twice: before it reads, and before anybody ends.
+And its loads wait for one another. Of the other two nobody waits for the cluster at the end: when all has come,
+nobody sends any more. docs/kernels.md has times of each (Few tiles, Clusters of two, Rejected).
 
     barrier.init, fence_barrier_init, expect    by one thread
     cluster_arrive, ..., cluster_wait           so that peers do not send before that
-    send, receive                               by the consumers
-
-`Exchange` is the same for larger tiles, and as many blocks as are known at compile time.
+    send, receive; or add                       by the consumers
 """
 
+from max.gpu import thread_idx
 from std.memory import bitcast
+from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..epilogue import Epilogue, apply
 from ..operands import F32
-from .accumulator import Fragment, Sums
+from .accumulator import Fragment, Sums, pair, quad
 from .barrier import Barrier
+from .epilogue import EpilogueTensors
 from .mma import ROWS
-from .ptx import cluster_address, cluster_send, shared_load2, shared_load4
-from .scheduler import Share
+from .ptx import (
+    cluster_address,
+    cluster_load4,
+    cluster_send,
+    cluster_sync,
+    shared_load2,
+    shared_load4,
+    shared_store2,
+    shared_store_float,
+)
+from .scheduler import Share, Start
 from .shared import WARP, WARPGROUP
 
 comptime PEERS = 8
@@ -209,3 +227,131 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
                 var four = shared_load4(mine + UInt32(slot * Self.PART + i * Self.PITCH))
                 comptime for e in range(4):
                     sums[4 * i + e] += bitcast[dtype](four[e])
+
+
+comptime PAD = 8
+"""Numbers that follow a row of sums in shared memory, so that rows begin in different banks."""
+
+
+@always_inline
+def leave_rows[
+    dtype: DType, //, columns: Int, quads: Bool = False
+](data: UInt32, at: Fragment, sums: StaticTuple[Scalar[dtype], columns // 2]):
+    """Stores 64 rows of sums in shared memory, as `reduce_cluster` reads them: as float32.
+
+    Parameters:
+        dtype: Of the sums.
+        columns: Of the product.
+        quads: Whether the columns are in quads.
+
+    Args:
+        data: Where to.
+        at: The thread's place.
+        sums: Of the thread.
+    """
+    comptime PITCH = (columns + PAD) * 4
+    var to = data + UInt32(at.row()) * UInt32(PITCH)
+    to += UInt32(at.column()) * UInt32(8 if quads else 4)
+    comptime for j in range(columns // 8):
+        comptime for half in range(2):
+            comptime byte = j // 2 * 64 + j % 2 * 8 if quads else j * 32
+            var v = pair[j, half](sums)
+            comptime if quads:
+                v = quad[j // 2, half](sums).slice[2, offset=j % 2 * 2]()
+            shared_store2(to + UInt32(half * 8 * PITCH + byte), v[0], v[1])
+
+
+@always_inline
+def leave_columns[
+    dtype: DType, //, rows: Int, columns: Int
+](data: UInt32, at: Fragment, sums: StaticTuple[Scalar[dtype], columns // 2]):
+    """Stores the sums of 64 rows of each warpgroup turned over, as `reduce_cluster` reads them.
+
+    Parameters:
+        dtype: Of the sums.
+        rows: Of the product, of all warpgroups: columns of what is stored.
+        columns: Of the product.
+
+    Args:
+        data: Where to.
+        at: The thread's place.
+        sums: Of the thread.
+    """
+    comptime PITCH = (rows + PAD // 2) * 4
+    var row = at.group() * 64 + at.row()
+    var to = data + UInt32(at.column() * Int32(PITCH) + row * 4)
+    comptime for j in range(columns // 8):
+        comptime for e in range(4):
+            shared_store_float(
+                to + UInt32((8 * j + e % 2) * PITCH + e // 2 * 32), sums[4 * j + e].cast[F32]()
+            )
+
+
+@always_inline
+def reduce_cluster[
+    dtype: DType,
+    epilogue: Epilogue,
+    *,
+    rows: Int,
+    columns: Int,
+    pad: Int,
+    threads: Int,
+    sources: Int = 1,
+](
+    tensors: EpilogueTensors[dtype, 1, _, _],
+    data: UInt32,
+    start: Start,
+    splits: Int32,
+    *,
+    m0: Int32,
+    m: Int32,
+    f0: Int32,
+    f: Int32,
+    alpha: Float32,
+):
+    """Adds up a cluster's sums: each block some rows of the tile, 8 columns a thread at a time.
+
+    Parameters:
+        dtype: Of the residual and y.
+        epilogue: What the sums go through.
+        rows: Of the tile.
+        columns: Of the tile.
+        pad: Numbers that follow a row of sums.
+        threads: Of a block; all of them call this.
+        sources: 2 if there is a second bias.
+
+    Args:
+        tensors: Of the tile's product.
+        data: Where each block has left its sums.
+        start: Has the block's rank in the cluster.
+        splits: How many blocks share the tile.
+        m0: The tile's first row.
+        m: Rows of the product.
+        f0: The tile's first column.
+        f: Columns of the product.
+        alpha: Scale of the product.
+    """
+    comptime assert tensors.scaled == epilogue.scales, "reduce_cluster: the scales of the epilogue"
+    comptime ALIGN = min(16, 8 * size_of[dtype]())
+    comptime PITCH = (columns + pad) * 4
+    comptime EIGHTS = Int32(columns // 8)
+    cluster_sync()
+    var part = Int32(UInt32(rows) // UInt32(splits))
+    for unit in range(Int32(thread_idx.x), part * EIGHTS, Int32(threads)):
+        var row = start.rank * part + unit // EIGHTS
+        var column = unit % EIGHTS * 8
+        if m0 + row < m and f0 + column < f:
+            var at = data + UInt32(row) * UInt32(PITCH) + UInt32(column) * 4
+            var low = SIMD[F32, 4](0)
+            var high = SIMD[F32, 4](0)
+            for peer in range(splits):
+                low += cluster_load4(at, UInt32(peer))
+                high += cluster_load4(at + 16, UInt32(peer))
+            var of = tensors.channels[8, sources](alpha, f0 + column)
+            var to = Int(m0 + row) * Int(f) + Int(f0 + column)
+            var residual = SIMD[F32, 8](0)
+            comptime if epilogue.joins:
+                residual = tensors.residual[0].unsafe_load[width=8, alignment=ALIGN](to).cast[F32]()
+            var y = apply[epilogue, dtype](low.join(high), of, residual, tensors.residual_scale())
+            tensors.y[0].unsafe_store[alignment=ALIGN](to, tensors.rounded[epilogue](y))
+    cluster_sync()

@@ -4,8 +4,8 @@ Blocks are persistent: a launch has as many as the GPU holds at a time, and a bl
 to tile, by the number of blocks. The tiles of columns of one tile of rows follow one another, so
 that blocks at work at the same time share rows. Several products of one launch follow one another.
 
-Or a cluster of `splits` blocks shares a tile: each sums a part of K (split-K), and then
-`reduce_cluster` of epilogue.mojo adds up a part of the tile, over the cluster's shared memories.
+Or a cluster of `splits` blocks shares a tile: each sums a part of K (split-K), and then finishes a
+part of the tile (cluster.mojo).
 Or blocks are persistent, and clusters of `peers` share the tiles of the last turn (`Work`).
 """
 

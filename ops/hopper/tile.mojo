@@ -9,7 +9,7 @@ the way out:
     tile_problem   the sizes, with the tiles of a PixelBox
     TilePlan       how shared memory is divided: rings of x and of the filters (window.mojo)
     TileStorage    the parts: rings, bias, and what a cluster's blocks send (cluster.mojo)
-    consume_tile   what the consumers do; the results leave the registers (epilogue.mojo)
+    consume_tile   what the consumers do; the results leave the registers (direct_store.mojo)
 """
 
 from max.gpu.compute.mma import wgmma_wait_group_sync
@@ -24,14 +24,16 @@ from .accumulator import Fragment, Sums
 from .barrier import Barrier
 from .cluster import Inbox
 from .conv import Problem
-from .epilogue import EpilogueTensors, Outputs, finish_pairs, pool_pairs
+from .direct_store import Outputs, finish_pairs, pool_pairs
+from .epilogue import EpilogueTensors
 from .mma import ROWS
 from .moments import RowMoments, RowNorm
 from .pipeline import Pipeline
+from .pixel_box import PixelBox
 from .ptx import cluster_wait, fence_barrier_init, shared_store_float
 from .scheduler import Share, Start, Tile, TileScheduler
 from .shared import ROW, WARP
-from .window import PixelBox, Steps, multiply_steps, ring_stages
+from .window import Steps, multiply_steps, ring_stages
 
 
 struct TileConfig(TrivialRegisterPassable):

@@ -37,8 +37,9 @@ from ..device import Device
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums
+from ..hopper.cluster import PAD, leave_columns, reduce_cluster
 from ..hopper.conv import Problem, load_pixels, pixels_map
-from ..hopper.epilogue import PAD, EpilogueTensors, finish_columns, leave_columns, reduce_cluster
+from ..hopper.epilogue import EpilogueTensors, finish_columns
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline, Storing

@@ -44,6 +44,7 @@ from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
 from ..hopper.conv import Problem, takes
 from ..hopper.epilogue import EpilogueTensors
+from ..hopper.pixel_box import box_map
 from ..hopper.ptx import (
     cluster_arrive,
     fence_async,
@@ -57,7 +58,7 @@ from ..hopper.scheduler import Share, Start, Tile, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
-from ..hopper.window import StepList, StepWriter, box_map, produce_pixels
+from ..hopper.window import StepList, StepWriter, produce_pixels
 from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data, Operands

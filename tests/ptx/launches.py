@@ -940,7 +940,7 @@ class OneTile:
 def pixel_box(
     x: Array, g: Conv, rows: int, width: int, columns: int = 0, row: int = 128
 ) -> tuple[Tiled | Im2col, list[int], int]:
-    """Packs a PixelBox of ops/hopper/window.mojo, for `rows` pixels: map, numbers and tiles.
+    """Packs a PixelBox of ops/hopper/pixel_box.mojo, for `rows` pixels: map, numbers and tiles.
 
     Taps of ``columns`` columns of the window share a box; 0 for all of them. The channels
     of a stage are ``row`` bytes.

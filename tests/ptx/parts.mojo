@@ -9,14 +9,8 @@ from max.gpu.compute.mma import (
 from max.gpu.host import DeviceContext
 from ops.epilogue import Epilogue
 from ops.hopper.accumulator import Fragment, Sums
-from ops.hopper.epilogue import (
-    PAD,
-    EpilogueTensors,
-    finish_columns,
-    leave_columns,
-    leave_rows,
-    reduce_cluster,
-)
+from ops.hopper.cluster import PAD, leave_columns, leave_rows, reduce_cluster
+from ops.hopper.epilogue import EpilogueTensors, finish_columns
 from ops.hopper.mma import Matrix, mma
 from ops.hopper.pipeline import Pipeline
 from ops.hopper.ptx import fence_async, fence_barrier_init, stores_commit, stores_read, sync_threads
