@@ -10,7 +10,8 @@
     scheduler    which block computes what: persistent blocks, clusters that share a tile
     cluster      how blocks that share a tile send each other their sums
     conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded
-    window       one box of pixels for all taps of a window, and the loop over K for it
+    window       one box of pixels for all taps of a window
+    mainloop     the loop over K of a consumer
     tile         a block that computes one tile: what it stages, and what its consumers do
 
 The names are CUTLASS 3's and the PTX manual's.

@@ -24,13 +24,14 @@ from .accumulator import Fragment, Sums
 from .cluster import Inbox
 from .conv import Problem
 from .epilogue import EpilogueTensors, Outputs, finish_pairs, pool_pairs
+from .mainloop import multiply_steps
 from .mma import ROWS
 from .moments import RowMoments, RowNorm
 from .pipeline import Pipeline
 from .ptx import cluster_wait, fence_barrier_init, shared_store_float
 from .scheduler import Share, Start, Tile, TileScheduler
 from .shared import ROW, WARP
-from .window import PixelBox, Steps, multiply_steps, ring_stages
+from .window import PixelBox, Steps, ring_stages
 
 
 struct TileConfig(TrivialRegisterPassable):
