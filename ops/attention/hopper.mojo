@@ -41,10 +41,10 @@ from std.utils.static_tuple import StaticTuple
 
 from ..choice import Cheapest
 from ..device import Device
-from ..hopper.accumulator import Fragment, Sums
+from ..hopper.accumulator import Fragment, Sums, bias_of_columns
 from ..hopper.direct_store import store_rows
 from ..hopper.epilogue import finish_boxes
-from ..hopper.mma import ROWS, Matrix, mma, settled
+from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
 from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
@@ -64,7 +64,7 @@ from ..operands import F32, Data, Operands, dtypes
 from ..rows import over_lanes
 from .config import LOG2_E, Attention, Standing, affine
 from .mask import Mask, MaskSizes, MaskTensors
-from .softmax import Softmax, add_products, mask_keys, rounded
+from .softmax import Softmax, mask_keys, rounded
 from .tile_mask import TileMask
 
 
@@ -718,7 +718,7 @@ def _consume[
             wgmma_fence_aligned()
             scores = _multiply[dtype, config](queries.stage(), pipeline.stage(), scores)
             wgmma_commit_group_sync()
-            sums = add_products[dtype](p, _columns[config](v), sums)
+            sums = mma_registers[dtype, turned=True](p, _columns[config](v), sums)
             wgmma_commit_group_sync()
             order.arrive()
             bias = masks.load_bias((i + 1) * Int32(KEYS))
@@ -749,7 +749,7 @@ def _consume[
         _rescale(sums, factor)
         var p = rounded[dtype](scores)
         wgmma_fence_aligned()
-        sums = add_products[dtype](p, _columns[config](values.stage()), sums)
+        sums = mma_registers[dtype, turned=True](p, _columns[config](values.stage()), sums)
         wgmma_commit_group_sync()
         wgmma_wait_group_sync[0]()
         sums = settled(sums)
@@ -820,15 +820,11 @@ def _multiply_result[
     var result = sums
     _rescale(result, scale)
     var left = rounded[dtype](result)
-    var total = Sums[config.depth](fill=0)
-    comptime for j in range(config.depth // 8):
-        var two = bias.unsafe_load[width=2, alignment=8](Int(at.column()) + 8 * j)
-        comptime for i in range(4):
-            total[4 * j + i] = two[i % 2]
+    var total = bias_of_columns[config.depth](bias.unsafe_offset(Int(at.column())))
     var weights = _weights[config](data)
     weights.wait()
     wgmma_fence_aligned()
-    total = add_products[dtype, turned=False](left, Matrix(weights.stage()), total)
+    total = mma_registers[dtype](left, Matrix(weights.stage()), total)
     wgmma_commit_group_sync()
     wgmma_wait_group_sync[0]()
     return settled(total)

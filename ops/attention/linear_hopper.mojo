@@ -34,17 +34,16 @@ from std.memory import bitcast
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
-from ..hopper.accumulator import Fragment, Sums, row_16x16, sums_16x16
+from ..hopper.accumulator import Fragment, Sums, bias_of_columns, row_16x16, sums_16x16
 from ..hopper.barrier import Barrier
 from ..hopper.epilogue import finish_boxes
 from ..hopper.mainloop import multiply_stages
-from ..hopper.mma import ROWS, Matrix, mma, settled
+from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
 from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
     fence_async,
     fence_barrier_init,
-    shared_load2,
     shared_store_float,
     shared_store_matrices,
     stores_commit,
@@ -58,7 +57,7 @@ from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data, Operands
 from .config import LOG2_E, Attention
-from .softmax import Softmax, add_products, mask_keys, rounded
+from .softmax import Softmax, mask_keys, rounded
 
 comptime DEPTH = 64
 """Channels of a head: a row of 128 bytes."""
@@ -197,26 +196,6 @@ struct Storage[config: Config](TrivialRegisterPassable):
         comptime for i in range(Self.config.consumers):
             self.queries(Int32(i)).init[1](consumers=1)
         fence_barrier_init()
-
-    @always_inline
-    def bias(self, first: Int32, at: Fragment) -> Sums[Self.config.columns()]:
-        """Gives a consumer's columns of the bias, from which its sums start.
-
-        Args:
-            first: The first column.
-            at: The thread's place.
-
-        Returns:
-            For the thread's sums.
-        """
-        comptime COLUMNS = Self.config.columns()
-        var of = self.data + UInt32(Self.BIAS) + UInt32(first + at.column()) * 4
-        var sums = Sums[COLUMNS](fill=0)
-        comptime for j in range(COLUMNS // 8):
-            var two = shared_load2(of + UInt32(32 * j))
-            comptime for i in range(4):
-                sums[4 * j + i] = two[i % 2]
-        return sums
 
 
 struct Problem(KernelArgument, TrivialRegisterPassable):
@@ -394,7 +373,9 @@ def _consume[
                 end=begin + problem.t,
             )
         queries.advance()
-        var sums = storage.bias(first, at)
+        var sums = bias_of_columns[COLUMNS](
+            storage.data + UInt32(storage.BIAS) + UInt32(first + at.column()) * 4
+        )
         fence_async()
         sync_threads(ALL, UInt32(config.consumers * WARPGROUP))
 
@@ -473,7 +454,7 @@ def _attend[
             wgmma_commit_group_sync()
         else:
             wgmma_fence_aligned()
-        var sums = add_products[dtype](p, Matrix(values.stage()), Sums[DEPTH](fill=0))
+        var sums = mma_registers[dtype, turned=True](p, Matrix(values.stage()), Sums[DEPTH](fill=0))
         wgmma_commit_group_sync()
         var next_inverse = inverse
         comptime if head + 1 < OWN:

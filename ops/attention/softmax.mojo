@@ -10,7 +10,6 @@ from std.utils.numerics import neg_inf
 from std.utils.static_tuple import StaticTuple
 
 from ..hopper.accumulator import pair
-from ..hopper.mma import Matrix, mma_registers
 from ..hopper.ptx import packed
 from ..operands import F32
 from ..rows import over_lanes
@@ -129,37 +128,3 @@ def rounded[
     comptime for i in range(count // 2):
         p[i] = packed[dtype](scores[2 * i], scores[2 * i + 1])
     return p
-
-
-@always_inline
-def add_products[
-    row: Int, keys: Int, channels: Int, //, dtype: DType, *, turned: Bool = True
-](
-    p: StaticTuple[UInt32, keys], values: Matrix[row], sums: StaticTuple[Float32, channels]
-) -> StaticTuple[Float32, channels]:
-    """Starts adding the products of rounded numbers, such as probabilities, and a matrix.
-
-    Parameters:
-        row: Bytes of a row of a box of the matrix.
-        keys: Pairs of numbers of the thread: a quarter of K.
-        channels: Sums of the thread: half of the columns.
-        dtype: Either bfloat16 or float16.
-        turned: Whether the matrix has a row for each of K, as values do, or for each column, as
-            weights.
-
-    Args:
-        p: The numbers.
-        values: The matrix.
-        sums: What the products are added to.
-
-    Returns:
-        The sums, once the group has been waited for.
-    """
-    var total = sums
-    comptime for step in range(keys // 4):
-        total = mma_registers[dtype, turned=turned](
-            SIMD[U32, 4](p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3]),
-            values.after((16 * row if turned else 32) * step),
-            total,
-        )
-    return total

@@ -45,7 +45,15 @@ from std.utils.static_tuple import StaticTuple
 from ..choice import NEVER, Cheapest
 from ..device import Device
 from ..epilogue import Channels, Epilogue, activate, apply
-from ..hopper.accumulator import Fragment, Sums, load_16x16, quad, store_16x16, sums_16x16
+from ..hopper.accumulator import (
+    Fragment,
+    Sums,
+    bias_of_columns,
+    load_16x16,
+    quad,
+    store_16x16,
+    sums_16x16,
+)
 from ..hopper.mma import ROWS, SUM, Matrix, mma, mma_registers
 from ..hopper.moments import Norm, RowMoments
 from ..hopper.pipeline import Pipeline, StoringStage
@@ -55,7 +63,6 @@ from ..hopper.ptx import (
     registers_give,
     registers_take,
     shared_load,
-    shared_load2,
     shared_load4,
     shared_store,
     shared_store_float,
@@ -537,46 +544,6 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             var at = self.data + UInt32(Self.BIAS2) + UInt32(i) * 4
             shared_store_float(at, vectors.bias2[unsafe_offset=Int(i)])
 
-    @always_inline
-    def bias1(self, chunk: Int32, at: Fragment) -> Sums[WIDTH]:
-        """Begins the sums of a chunk of h.
-
-        Args:
-            chunk: Its number.
-            at: The thread's place.
-
-        Returns:
-            The bias of each.
-        """
-        var sums = Sums[WIDTH](fill=0)
-        var mine = self.data + UInt32(Self.BIAS1) + UInt32(at.column()) * 8
-        comptime for j in range(WIDTH // 8):
-            var bias = shared_load4(mine + UInt32(chunk) * UInt32(2 * WIDTH * 4) + UInt32(64 * j))
-            comptime for i in range(4):
-                sums[4 * j + i] = bias[i]
-        return sums
-
-    @always_inline
-    def bias2[box: Int](self, at: Fragment) -> Sums[WIDTH]:
-        """Begins the sums of a box of z.
-
-        Parameters:
-            box: Its number.
-
-        Args:
-            at: The thread's place.
-
-        Returns:
-            The bias of each.
-        """
-        var sums = Sums[WIDTH](fill=0)
-        var mine = self.data + UInt32(Self.BIAS2) + UInt32(at.column()) * 4
-        comptime for j in range(WIDTH // 8):
-            var bias = shared_load2(mine + UInt32((box * WIDTH + 8 * j) * 4))
-            comptime for i in range(4):
-                sums[4 * j + i] = bias[i % 2]
-        return sums
-
 
 struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassable):
     """Biases, moments and scales of a chain: pointers, so that LLVM knows their memory is global.
@@ -840,8 +807,9 @@ def _consume[
         tiles.wait()
         var x = tiles.stage()
         var z = Array[Sums[WIDTH], F](fill=Sums[WIDTH](fill=0))
+        var bias2 = storage.data + UInt32(storage.BIAS2) + UInt32(at.column()) * 4
         comptime for f in range(F):
-            z[f] = storage.bias2[f](at)
+            z[f] = bias_of_columns[WIDTH](bias2 + UInt32(f * WIDTH * 4))
         comptime if mlp:
             var of = moments.norm(norm, at)
             comptime for k in range(4 * C):
@@ -858,7 +826,10 @@ def _consume[
         for chunk in range(problem.chunks):
             var sums = Sums[WIDTH](fill=0)
             comptime if config.near:
-                sums = storage.bias1(chunk, at)
+                var near = storage.data + UInt32(storage.BIAS1) + UInt32(at.column()) * 8
+                sums = bias_of_columns[WIDTH, twice=True](
+                    near + UInt32(chunk) * UInt32(2 * WIDTH * 4)
+                )
             weights.wait()
             wgmma_fence_aligned()
             sums = mma[dtype, WIDTH, C + config.s, BOX, clear=not config.near](
@@ -988,7 +959,7 @@ def _consume_bytes[
             wgmma_wait_group_sync[0]()
 
             chunks.wait()
-            var h = Array[UInt32, CHUNK // 8](fill=0)
+            var h = StaticTuple[UInt32, CHUNK // 8](fill=0)
             var column = chunk * Int32(CHUNK) + mine
             comptime for k in range(CHUNK // 16):
                 var of = storage.channels1(column + Int32(16 * k), problem)
@@ -1018,9 +989,7 @@ def _consume_bytes[
 
             var w2 = Matrix[wide=True](storage.weights_stage(UInt32(2 * chunk + 1)))
             wgmma_fence_aligned()
-            comptime for k in range(CHUNK // 32):
-                var left = SIMD[DType.uint32, 4](h[4 * k], h[4 * k + 1], h[4 * k + 2], h[4 * k + 3])
-                z = mma_registers[dtype, right=right](left, w2.after(k * 32), z)
+            z = mma_registers[dtype, right=right](h, w2, z)
             wgmma_commit_group_sync()
         wgmma_wait_group_sync[0]()
 

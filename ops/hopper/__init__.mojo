@@ -13,7 +13,8 @@
     cluster      how blocks that share a tile add up their sums
     conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded
     pixel_box    one box of pixels for all taps of a window
-    window       the loop over K where x and filters come through rings of their own
+    window       the steps of K, and the producer, where x and filters come through rings of their own
+    mainloop     the loop over K of a consumer
     tile         a block that computes one tile: what it stages, and what its consumers do
 
 The names are CUTLASS 3's and the PTX manual's.

@@ -19,7 +19,7 @@ from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32, WHOLE, Data
 from .mma import ROWS
-from .ptx import shared_load_matrices, shared_store_matrices
+from .ptx import shared_load2, shared_load4, shared_load_matrices, shared_store_matrices
 from .shared import ROW, WARP, WARPGROUP, swizzle
 
 comptime Sums[columns: Int, dtype: DType = F32] = StaticTuple[Scalar[dtype], columns // 2]
@@ -114,6 +114,73 @@ struct Fragment(TrivialRegisterPassable):
             0, 2, 4 or 6.
         """
         return self.t % 4 * 2
+
+
+@always_inline
+def bias_of_columns[columns: Int, *, twice: Bool = False](bias: UInt32) -> Sums[columns]:
+    """Begins sums with the bias of their columns, in shared memory.
+
+    Parameters:
+        columns: Of the product.
+        twice: Whether each pair of numbers lies there twice, so that one load brings four sums.
+
+    Args:
+        bias: Address of the thread's first column's.
+
+    Returns:
+        What products are to be added to.
+    """
+    var sums = Sums[columns](fill=0)
+    comptime for j in range(columns // 8):
+        var of: SIMD[F32, 4]
+        comptime if twice:
+            of = shared_load4(bias + UInt32(64 * j))
+        else:
+            var two = shared_load2(bias + UInt32(32 * j))
+            of = two.join(two)
+        comptime for i in range(4):
+            sums[4 * j + i] = of[i]
+    return sums
+
+
+@always_inline
+def bias_of_columns[columns: Int](bias: Data[F32]) -> Sums[columns]:
+    """Begins sums with the bias of their columns, in global memory.
+
+    Parameters:
+        columns: Of the product.
+
+    Args:
+        bias: From the thread's first column on.
+
+    Returns:
+        What products are to be added to.
+    """
+    var sums = Sums[columns](fill=0)
+    comptime for j in range(columns // 8):
+        var two = bias.unsafe_load[width=2, alignment=8](8 * j)
+        comptime for i in range(4):
+            sums[4 * j + i] = two[i % 2]
+    return sums
+
+
+@always_inline
+def bias_of_rows[columns: Int](bias: SIMD[F32, 2]) -> Sums[columns]:
+    """Begins sums with the bias of their rows.
+
+    Parameters:
+        columns: Of the product.
+
+    Args:
+        bias: Of the thread's two rows.
+
+    Returns:
+        What products are to be added to.
+    """
+    var sums = Sums[columns](fill=0)
+    comptime for i in range(columns // 2):
+        sums[i] = bias[i // 2 % 2]
+    return sums
 
 
 @always_inline

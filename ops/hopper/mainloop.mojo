@@ -1,5 +1,16 @@
 """The loop over K of a consumer: wait for a stage, multiply it, release it.
 
+Products of a stage run while those of the next one are issued: the wait after these, and the release, are
+of the stage before.
+
+    multiply_stages   a stage has both sides of a step
+    multiply_steps    x and the filters have rings of their own, and steps may share a box of pixels
+
+They are two because a ring may have room for one box only, so `multiply_steps` waits for all products
+of a box before it waits for the next box. Three kernels have a loop of their own: in gemm/turned.mojo
+products run on from box to box; gemm/pingpong.mojo passes the turn on while its last products run; in
+sparse_conv2d/two_four.mojo products read registers, which are held until the next step's are issued.
+
 CUTLASS calls this a collective mainloop (sm90_mma_tma_gmma_ss_warpspecialized).
 """
 
@@ -9,10 +20,12 @@ from max.gpu.compute.mma import (
     wgmma_wait_group_sync,
 )
 
-from .accumulator import Sums
+from .accumulator import Fragment, Sums
 from .mma import ROWS, Matrix, mma
 from .pipeline import Pipeline, Storing
 from .shared import ROW
+from .pixel_box import PixelBox
+from .window import Steps
 
 
 @always_inline
@@ -101,4 +114,76 @@ def multiply_stages[
             pipeline.release(before)
     if leads and steps == 0:
         storing.release(pipeline)
+    return sums
+
+
+@always_inline
+def multiply_steps[
+    dtype: DType, columns: Int
+](
+    x_at_start: Pipeline,
+    w_at_start: Pipeline,
+    steps_at_start: Some[Steps],
+    count: Int32,
+    box: PixelBox[_],
+    at: Fragment,
+    *,
+    resident: Bool,
+) -> Sums[columns]:
+    """Multiplies the stages of x and of the filters, by all consumers.
+
+    Parameters:
+        dtype: Of x and the filters.
+        columns: Filters of the tile.
+
+    Args:
+        x_at_start: The ring of x; a stage is a box, or the pixels of a step.
+        w_at_start: The ring of the filters; a stage is that of a step.
+        steps_at_start: The steps of K.
+        count: How many there are: looked up before the kernel ahead is done.
+        box: What a stage of x holds.
+        at: The thread's place.
+        resident: Whether the filters of all steps are there already, a stage of their own each.
+
+    Returns:
+        The sums, once the last group has been waited for.
+    """
+    var x = x_at_start
+    var w = w_at_start
+    var steps = steps_at_start
+    x.data += UInt32(at.group() * Int32(ROWS * ROW))
+    var leads = at.leads()
+    var sums = Sums[columns](fill=0)
+    var current = Int32(-1)
+    var before = w.index
+    for k in range(count):
+        var shift = UInt32(0)
+        if box.all_taps():
+            var reads = steps.reads(k)
+            shift = reads.shift()
+            while current < reads.number():
+                if current >= 0:
+                    wgmma_wait_group_sync[0]()
+                    if leads:
+                        x.release()
+                    x.advance()
+                current += 1
+                x.wait()
+        else:
+            x.follow(w)
+            x.wait()
+        if not resident:
+            w.wait()
+        wgmma_fence_aligned()
+        sums = mma[dtype, columns](Matrix(x.stage() + shift), Matrix(w.stage()), sums)
+        wgmma_commit_group_sync()
+        if not resident:
+            wgmma_wait_group_sync[1]()
+            if leads and k > 0:
+                w.release(before)
+                if not box.all_taps():
+                    x.release(before)
+        before = w.index
+        w.advance()
+        steps.advance()
     return sums

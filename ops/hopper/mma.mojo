@@ -248,6 +248,39 @@ def mma_registers[
     ](acc, a[0], a[1], a[2], a[3], b)
 
 
+@always_inline
+def mma_registers[
+    count: Int, sum: DType, //, dtype: DType, turned: Bool = False, right: DType = dtype
+](a: StaticTuple[UInt32, count], b: Matrix, sums: StaticTuple[Scalar[sum], _]) -> StaticTuple[
+    Scalar[sum], sums.size
+]:
+    """Starts adding a 64 x K by K x N product, K 8 bytes for each of a thread's registers of A.
+
+    Parameters:
+        count: Registers of the thread, four for each 32 bytes of K.
+        sum: Of the sums: `SUM`.
+        dtype: Of the factors, as above.
+        turned: Whether B lies as K rows of N numbers, not as N of K: of 16 bits.
+        right: Of B, where it is another integer.
+
+    Args:
+        a: This thread's part of A: sums of another product, rounded, as they lie.
+        b: B.
+        sums: What the product is added to.
+
+    Returns:
+        The sums, once the group has been waited for.
+    """
+    var total = sums
+    comptime for k in range(count // 4):
+        total = mma_registers[dtype, turned, right](
+            SIMD[DType.uint32, 4](a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]),
+            b.after((16 * b.row if turned else 32) * k),
+            total,
+        )
+    return total
+
+
 def _ptx[dtype: DType]() -> StaticString:
     """Names a dtype as PTX does."""
     comptime if dtype == DType.float32:

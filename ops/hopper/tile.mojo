@@ -26,6 +26,7 @@ from .cluster import Inbox
 from .conv import Problem
 from .direct_store import Outputs, finish_pairs, pool_pairs
 from .epilogue import EpilogueTensors
+from .mainloop import multiply_steps
 from .mma import ROWS
 from .moments import RowMoments, RowNorm
 from .pipeline import Pipeline
@@ -33,7 +34,7 @@ from .pixel_box import PixelBox
 from .ptx import cluster_wait, fence_barrier_init, shared_store_float
 from .scheduler import Share, Start, Tile, TileScheduler
 from .shared import ROW, WARP
-from .window import Steps, multiply_steps, ring_stages
+from .window import Steps, ring_stages
 
 
 struct TileConfig(TrivialRegisterPassable):

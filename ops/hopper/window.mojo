@@ -1,4 +1,4 @@
-"""The loop over K of a window, where x and the filters come through rings of their own.
+"""Windows where x and the filters come through rings of their own: the steps of K, and the producer.
 
 A stage of x holds a box of pixels for all taps of 128 bytes of channels (pixel_box.mojo), or the pixels of one tap.
 
@@ -6,25 +6,17 @@ A stage of x holds a box of pixels for all taps of 128 bytes of channels (pixel_
     StepList         the same, where some are left out: a list in shared memory
     ring_stages      how many stages of x and of the filters shared memory has room for
     produce_pixels   the producer of x
-    multiply_steps   the consumers' loop
 
-K goes through the taps of 128 bytes of channels, then on to the next channels.
+K goes through the taps of 128 bytes of channels, then on to the next channels: `multiply_steps` of
+mainloop.mojo is the consumers' loop.
 """
 
-from max.gpu.compute.mma import (
-    wgmma_commit_group_sync,
-    wgmma_fence_aligned,
-    wgmma_wait_group_sync,
-)
 from max.gpu.primitives.grid_controls import wait_on_dependent_grids
 from std.bit import pop_count
 from std.math import ceildiv
 from std.sys import size_of
-from std.utils.static_tuple import StaticTuple
 
-from .accumulator import Fragment
 from .conv import Conv, load_pixels
-from .mma import ROWS, Matrix, mma
 from .pipeline import Pipeline
 from .pixel_box import PixelBox
 from .ptx import ballot, cluster_wait, shared_load, shared_store
@@ -475,78 +467,6 @@ def produce_pixels[
             )
         pipeline.advance()
         steps.advance()
-
-
-@always_inline
-def multiply_steps[
-    dtype: DType, columns: Int
-](
-    x_at_start: Pipeline,
-    w_at_start: Pipeline,
-    steps_at_start: Some[Steps],
-    count: Int32,
-    box: PixelBox[_],
-    at: Fragment,
-    *,
-    resident: Bool,
-) -> StaticTuple[Float32, columns // 2]:
-    """Multiplies the stages of x and of the filters, by all consumers.
-
-    Parameters:
-        dtype: Of x and the filters.
-        columns: Filters of the tile.
-
-    Args:
-        x_at_start: The ring of x; a stage is a box, or the pixels of a step.
-        w_at_start: The ring of the filters; a stage is that of a step.
-        steps_at_start: The steps of K.
-        count: How many there are: looked up before the kernel ahead is done.
-        box: What a stage of x holds.
-        at: The thread's place.
-        resident: Whether the filters of all steps are there already, a stage of their own each.
-
-    Returns:
-        The sums, once the last group has been waited for.
-    """
-    var x = x_at_start
-    var w = w_at_start
-    var steps = steps_at_start
-    x.data += UInt32(at.group() * Int32(ROWS * ROW))
-    var leads = at.leads()
-    var sums = StaticTuple[Float32, columns // 2](fill=0)
-    var current = Int32(-1)
-    var before = w.index
-    for k in range(count):
-        var shift = UInt32(0)
-        if box.all_taps():
-            var reads = steps.reads(k)
-            shift = reads.shift()
-            while current < reads.number():
-                if current >= 0:
-                    wgmma_wait_group_sync[0]()
-                    if leads:
-                        x.release()
-                    x.advance()
-                current += 1
-                x.wait()
-        else:
-            x.follow(w)
-            x.wait()
-        if not resident:
-            w.wait()
-        wgmma_fence_aligned()
-        sums = mma[dtype, columns](Matrix(x.stage() + shift), Matrix(w.stage()), sums)
-        wgmma_commit_group_sync()
-        if not resident:
-            wgmma_wait_group_sync[1]()
-            if leads and k > 0:
-                w.release(before)
-                if not box.all_taps():
-                    x.release(before)
-        before = w.index
-        w.advance()
-        steps.advance()
-    return sums
 
 
 # The host's side

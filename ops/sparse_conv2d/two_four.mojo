@@ -428,6 +428,7 @@ def _consume[
         var indices = StaticTuple[UInt32, 2](fill=0)
         var r = Int32(0)
         var s = Int32(0)
+        # By twos: products that still run read their register of indices, so two steps have two.
         for i in range(Int32(0), conv.steps(), Int32(2)):
             comptime for odd in range(2):
                 if i + Int32(odd) < conv.steps():

@@ -49,7 +49,7 @@ from std.utils import IndexList
 from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
-from ..hopper.accumulator import Fragment, Sums
+from ..hopper.accumulator import Fragment, Sums, bias_of_rows
 from ..hopper.barrier import Barrier
 from ..hopper.mma import Matrix, mma, mma_registers, settled
 from ..hopper.pipeline import Pipeline
@@ -622,9 +622,7 @@ struct Follower(TrivialRegisterPassable):
         Returns:
             The sums, once the group has been waited for.
         """
-        var sums = Sums[POOLED](fill=0)
-        comptime for i in range(POOLED // 2):
-            sums[i] = self.bias[i // 2 % 2]
+        var sums = bias_of_rows[POOLED](self.bias)
         wgmma_fence_aligned()
         sums = mma[dtype, POOLED](Matrix[ROW](self.weights), Matrix[ROW](self.row), sums)
         wgmma_commit_group_sync()
@@ -769,9 +767,7 @@ def _convolve[
     comptime for i in range(PAIRS):
         var stage = (ring.index + UInt32(STAGES - PAIRS + 1 + i)) % UInt32(STAGES)
         pairs[i] = ring.stage(Int32(stage))
-    var sums = Sums[COLUMNS](fill=0)
-    comptime for i in range(COLUMNS // 2):
-        sums[i] = bias[i // 2 % 2]
+    var sums = bias_of_rows[COLUMNS](bias)
     wgmma_fence_aligned()
     comptime for k in range(STEPS):
         var units: Matrix[16]
