@@ -43,12 +43,24 @@ struct Start(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Share(TrivialRegisterPassable):
-    """A block's part of something that a cluster divides."""
+    """A block's part of something that several divide, such as a cluster."""
 
     var begin: Int32
     """The first of the part."""
     var end: Int32
     """The first after the part."""
+
+    @always_inline
+    def __init__(out self, *, of: Int32, part: Int32, parts: Int32):
+        """Divides as evenly as it goes.
+
+        Args:
+            of: How many there are in all, such as the steps of K.
+            part: Which part.
+            parts: How many parts.
+        """
+        self.begin = Int32(UInt32(of * part) // UInt32(parts))
+        self.end = Int32(UInt32(of * (part + 1)) // UInt32(parts))
 
     @always_inline
     def count(self) -> Int32:
@@ -390,8 +402,6 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             This block's part: all of it, unless a cluster shares a tile.
         """
         comptime if split:
-            var splits = UInt32(self.splits)
-            var begin = UInt32(count * start.rank) // splits
-            return Share(Int32(begin), Int32(UInt32(count * (start.rank + 1)) // splits))
+            return Share(of=count, part=start.rank, parts=self.splits)
         else:
             return Share(0, count)
