@@ -1,8 +1,10 @@
 """Which block computes which tile of a product, and which part of K.
 
 Blocks are persistent: a launch has as many as the GPU holds at a time, and a block goes from tile
-to tile, by the number of blocks. The tiles of columns of one tile of rows follow one another, so
-that blocks at work at the same time share rows. Several products of one launch follow one another.
+to tile, by the number of blocks. The tiles of columns of one tile of rows follow one another: a turn
+of all blocks is some rows by all columns. So rows come from memory once, and filters again in every
+turn, but from L2 as long as all of them fit there; larger ones would want groups of fewer columns, as
+CUTLASS's swizzle makes them. Several products of one launch follow one another.
 
 Or a cluster of `splits` blocks shares a tile: each sums a part of K (split-K), and then
 `reduce_cluster` of epilogue.mojo adds up a part of the tile, over the cluster's shared memories.
@@ -332,13 +334,18 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
         return range(start.tile, self.tiles, Int32(grid_dim.x))
 
     @always_inline
-    def turns(self) -> Turns:
-        """Numbers the block's tiles, where no cluster shares one.
+    def turns(self, worker: Int32 = 0, workers: Int32 = 1) -> Turns:
+        """Numbers the block's tiles where no cluster shares one, or those of one of several workers.
+
+        Args:
+            worker: Which.
+            workers: How many there are.
 
         Returns:
             Their numbers, in order.
         """
-        return self.turns(self.start())
+        var tiles = Stationary(Int32(block_idx.x), self.tiles, Int32(grid_dim.x))
+        return tiles.turns(worker, workers)
 
     @always_inline
     def stationary(self) -> Stationary:
