@@ -57,7 +57,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.scheduler import TileScheduler
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
 from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
 from ..hopper.window import PixelBox, box_map
 from ..kernel_argument import KernelArgument
@@ -69,7 +69,7 @@ comptime CONSUMERS = 2
 """Warpgroups that multiply."""
 comptime BOXES = 2
 """Boxes of pixels in shared memory."""
-comptime MEMORY = 227 * 1024
+comptime MEMORY = block_memory()
 """Bytes of shared memory that a block may have."""
 
 
