@@ -50,6 +50,7 @@ from .operands import (
     nearest_above,
     packed,
     steps,
+    stored,
     widened_load,
 )
 
@@ -503,8 +504,7 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
         comptime if not Self.dtype.is_integral():
             y = narrowed[Self.dtype](value)
         elif is_gpu():
-            var scale, zero = self.y_is.scale.cast[Self.wide](), self.y_is.zero.cast[Self.wide]()
-            y = narrowed[Self.dtype]((value * (1 / scale)).__round__() + zero)
+            y = stored[Self.dtype](value.cast[F32]() * (1 / self.y_is.scale), self.y_is.zero)
         else:
             var v, factor = self._scaled(value)
             y = nearest[Self.dtype](v, factor, self.y_is.zero)

@@ -28,7 +28,7 @@ Exponentials and products take as long as each other in heads of 64 channels; do
 the figures.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, grid_dim, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from max.gpu.compute.mma import (
     wgmma_commit_group_sync,
     wgmma_fence_aligned,
@@ -335,7 +335,8 @@ struct Problem[dtype: DType, out: DType](KernelArgument, TrivialRegisterPassable
         Returns:
             How many; some consumers have one less.
         """
-        var items = ceildiv(self.schedule.tiles - Int32(block_idx.x), Int32(grid_dim.x))
+        var turns = self.schedule.turns()
+        var items = ceildiv(turns.end - turns.start, turns.step)
         return ceildiv(items * self.period, consumers)
 
 
@@ -421,14 +422,15 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
         self._find(problem)
 
     @always_inline
-    def _number(self) -> Int32:
+    def _number(self, problem: Problem[...]) -> Int32:
         """Numbers the item."""
-        return Int32(block_idx.x) + self.turn * Int32(grid_dim.x)
+        var turns = problem.schedule.turns()
+        return turns.start + self.turn * turns.step
 
     @always_inline
     def _find(mut self, problem: Problem[...]):
         """Finds the queries."""
-        var item = problem.item[Self.depth](self._number())
+        var item = problem.item[Self.depth](self._number(problem))
         self.n, self.channel = item.n, item.channel
         self.first = (item.tile + self.index) * Int32(ROWS)
 
@@ -457,7 +459,7 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
         Returns:
             False after the block's last.
         """
-        return self._number() < problem.schedule.tiles
+        return self._number(problem) < problem.schedule.tiles
 
 
 @__name(t"{config.op()}_hopper_{mask.label()}{config.label()}_{dtypes[dtype, out]()}")

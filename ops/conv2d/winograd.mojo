@@ -25,6 +25,7 @@ from std.sys import CompilationTarget, simd_width_of, size_of
 
 from max.runtime.asyncrt import parallelism_level
 
+from ..choice import Cheapest
 from ..epilogue import Epilogue, Output
 from ..gemm.cpu import LINE, PANEL, ROWS, gemm_block, multiply_rows, panel_size
 from ..geometry import Geometry
@@ -90,6 +91,7 @@ def convolve_winograd[epilogue: Epilogue](g: Geometry, o: Operands[F32]):
     over_cores(task, plan.parts * plan.pieces)
 
 
+@fieldwise_init
 struct _Plan(TrivialRegisterPassable):
     """How the work is divided: each part of the tiles by each piece of the filters is a task."""
 
@@ -105,22 +107,20 @@ struct _Plan(TrivialRegisterPassable):
     @no_inline
     def __init__(out self, g: Geometry):
         """Takes what is estimated to end first."""
-        self.tiles = _Tiles(g).count
-        self.parts = self.pieces = self.width = 0
+        var tiles = _Tiles(g).count
         var cores = parallelism_level(None)
         # Sums of several slices wait for the last one.
-        var few = ceildiv(self.tiles, 4 * BLOCK if g.c <= SLICE else 2 * BLOCK)
-        var least = Int.MAX
+        var few = ceildiv(tiles, 4 * BLOCK if g.c <= SLICE else 2 * BLOCK)
+        var choice = Cheapest(Self(tiles, 0, 0, 0))
         for width in [PANEL, PANEL // 2]:
             var pieces = ceildiv(g.f, width)
             # Two tasks a core even out their times if these have enough tiles, but no core is idle.
-            var many = min(ceildiv(2 * cores, pieces), self.tiles // (2 * BLOCK - 2))
-            var one = min(ceildiv(cores, pieces), ceildiv(self.tiles, ROWS))
+            var many = min(ceildiv(2 * cores, pieces), tiles // (2 * BLOCK - 2))
+            var one = min(ceildiv(cores, pieces), ceildiv(tiles, ROWS))
             var parts = max(few, many, one)
-            var cost = _cost(ceildiv(self.tiles, parts), width) * ceildiv(parts * pieces, cores)
-            if cost < least:
-                least = cost
-                self.parts, self.pieces, self.width = parts, pieces, width
+            var cost = _cost(ceildiv(tiles, parts), width) * ceildiv(parts * pieces, cores)
+            choice.offer(Self(tiles, parts, pieces, width), Float64(cost))
+        self = choice.best
 
 
 def _cost(tiles: Int, filters: Int) -> Int:

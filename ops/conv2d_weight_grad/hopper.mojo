@@ -17,21 +17,17 @@ one another, so that blocks that run at the same time read the same pixels.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, block_idx, thread_idx
-from max.gpu.host import DeviceContext, FuncAttribute
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.host import DeviceContext
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
+from ..choice import cheapest
 from ..device import Device
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums, pair
-from ..hopper.conv import Conv, load_pixels, pixels_map
+from ..hopper.conv import Conv, Step, load_pixels, pixels_map
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline, Storing
@@ -40,6 +36,7 @@ from ..hopper.scheduler import Share
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, matrix_map
 from ..kernel_argument import KernelArgument
+from ..launch import launch
 from ..operands import F32, narrowed
 from .parts import add_parts
 from .tensors import WeightGrad
@@ -220,11 +217,7 @@ struct _Work(TrivialRegisterPassable):
         self.part = Int32(part)
         self.f0 = Int32(row - part * UInt32(problem.rows)) * Int32(config.filters * WIDTH)
         self.box = Int32(number - row * UInt32(problem.columns)) * Int32(config.boxes)
-        var parts = UInt32(problem.parts)
-        self.steps = Share(
-            Int32(UInt32(problem.steps) * part // parts),
-            Int32(UInt32(problem.steps) * (part + 1) // parts),
-        )
+        self.steps = Share(of=problem.steps, part=self.part, parts=problem.parts)
 
 
 @__name(t"conv2d_weight_grad_{config.label()}_{dtype}")
@@ -278,15 +271,9 @@ def _produce[config: Config](maps: UInt64, problem: GradProblem, work: _Work, at
     x.prefetch_descriptor()
     # What each box of columns sees; boxes beyond the last one are not loaded.
     var boxes = min(Int32(config.boxes), conv.steps() - work.box)
-    var r = StaticTuple[Int32, config.boxes](fill=0)
-    var s = StaticTuple[Int32, config.boxes](fill=0)
-    var c = StaticTuple[Int32, config.boxes](fill=0)
+    var sees = StaticTuple[Step, config.boxes](fill=Step())
     comptime for i in range(config.boxes):
-        var number = UInt32(work.box) + UInt32(i)
-        var tap = number // UInt32(conv.chunks)
-        var row = tap // UInt32(conv.s)
-        r[i], s[i] = Int32(row), Int32(tap - row * UInt32(conv.s))
-        c[i] = Int32(number - tap * UInt32(conv.chunks)) * Int32(WIDTH)
+        sees[i] = Step(conv, work.box + Int32(i), sources=1)
     var filters = min(Int32(config.filters), Int32(ceildiv(Int(problem.filters - work.f0), WIDTH)))
     var pipeline = at_start
     wait_on_dependent_grids()
@@ -309,9 +296,9 @@ def _produce[config: Config](maps: UInt64, problem: GradProblem, work: _Work, at
                     conv,
                     at,
                     corner,
-                    channel=c[i],
-                    r=r[i],
-                    s=s[i],
+                    channel=sees[i].c * Int32(WIDTH),
+                    r=sees[i].r,
+                    s=sees[i].s,
                 )
         pipeline.advance()
 
@@ -340,14 +327,13 @@ def _consume[
     var depth = Int(conv.taps) * Int(problem.channels)
     var room = o.room.unsafe_offset(Int(work.part) * Int(problem.filters) * depth)
     comptime for box in range(COLUMNS // WIDTH):
-        var number = UInt32(work.box + first) + UInt32(box)
-        var tap = number // UInt32(conv.chunks)
-        var c = Int32(number - tap * UInt32(conv.chunks)) * Int32(WIDTH) + at.column()
-        if Int32(tap) < conv.taps:
+        var step = Step(conv, work.box + first + Int32(box), sources=1)
+        var c = step.c * Int32(WIDTH) + at.column()
+        if step.tap < conv.taps:
             comptime for half in range(2):
                 if row + Int32(8 * half) < problem.filters:
                     var to = Int(row + Int32(8 * half)) * depth
-                    to += Int(tap) * Int(problem.channels) + Int(c)
+                    to += Int(step.tap) * Int(problem.channels) + Int(c)
                     comptime for j in range(WIDTH // 8):
                         if c + Int32(8 * j) < problem.channels:
                             var two = pair[j=box * WIDTH // 8 + j, half=half](sums)
@@ -381,15 +367,14 @@ def weight_grad_tile[
     maps.maps[0] = matrix_map[dtype](ctx, o.dy, rows=g.pixels(), columns=g.f, box=WIDTH)
     maps.maps[1] = pixels_map[dtype](ctx, o.x, g, WIDTH)
     var problem = GradProblem(g, config, parts)
-    ctx.enqueue_function[hopper_kernel[dtype, config]](
+    launch[hopper_kernel[dtype, config]](
+        ctx,
         maps,
         o,
         problem,
         grid_dim=problem.blocks(),
         block_dim=config.threads(),
-        shared_mem_bytes=config.shared(),
-        attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
+        shared=config.shared(),
     )
 
 
@@ -411,20 +396,19 @@ def weight_grad_hopper[
         If a tensor map cannot be made or a launch fails.
     """
     var multiprocessors = Device(ctx).multiprocessors
-    var index = 0
-    var parts = 1
-    var least = Float64.MAX
+
+    def cost(config: Config) {imm} -> Float64:
+        var parts = parts_of(g, config, most, multiprocessors)
+        return GradProblem(g, config, parts).cost(config, g, multiprocessors)
+
+    var best = cheapest[CONFIGS](cost)
     comptime for i in range(len(CONFIGS)):
         comptime config = CONFIGS[i]
-        var found = parts_of(g, config, most, multiprocessors)
-        var cost = GradProblem(g, config, found).cost(config, g, multiprocessors)
-        if cost < least:
-            index, parts, least = i, found, cost
-    comptime for i in range(len(CONFIGS)):
-        if i == index:
-            weight_grad_tile[CONFIGS[i]](g, o, parts, ctx)
-    if parts > 1:
-        add_parts(o, g.f * g.depth(), parts, ctx)
+        if i == best:
+            var parts = parts_of(g, config, most, multiprocessors)
+            weight_grad_tile[config](g, o, parts, ctx)
+            if parts > 1:
+                add_parts(o, g.f * g.depth(), parts, ctx)
 
 
 def parts_of(g: Geometry, config: Config, most: Int, multiprocessors: Int) -> Int:

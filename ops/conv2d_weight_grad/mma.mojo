@@ -25,7 +25,7 @@ from ..device import Device
 from ..geometry import Geometry
 from ..hopper.ptx import mma_sync, shared_load_matrices
 from ..gemm.mma import to_tf32
-from ..operands import F32
+from ..operands import F32, Shared
 from .parts import Part, Place, Tap, add_parts
 from .tensors import WeightGrad
 
@@ -55,16 +55,6 @@ def pixels[dtype: DType]() -> Int:
         32 or 16.
     """
     return 64 // size_of[dtype]()
-
-
-comptime Shared[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Numbers in shared memory.
-
-Parameters:
-    dtype: Of the numbers.
-"""
 
 
 struct _Lane[dtype: DType, wide: Int, columns: Int](TrivialRegisterPassable):

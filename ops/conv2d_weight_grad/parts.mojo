@@ -7,17 +7,13 @@ was done first.
 from max.gpu import barrier, block_idx, grid_dim, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace
-from max.gpu.primitives.grid_controls import (
-    PDLLevel,
-    launch_dependent_grids,
-    pdl_launch_attributes,
-    wait_on_dependent_grids,
-)
+from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
 from ..geometry import Geometry
+from ..launch import launch
 from ..operands import F32, Data, narrowed
 from .tensors import WeightGrad
 
@@ -156,14 +152,14 @@ def add_parts[
         slices *= 2
     comptime for width in [4, 1]:
         if width == 1 or size % 4 == 0:
-            ctx.enqueue_function[add_parts_kernel[dtype, width]](
+            launch[add_parts_kernel[dtype, width]](
+                ctx,
                 o,
                 Int64(size),
                 Int32(parts),
                 Int32(slices),
                 grid_dim=ceildiv(size // width, THREADS // slices),
                 block_dim=THREADS,
-                attributes=pdl_launch_attributes(PDLLevel.OVERLAP_AT_END),
             )
             return
 

@@ -10,6 +10,7 @@ line is `# ` and the GPU. `ops/measure.py` builds it (`measure.build("conv2d_wei
 from max.gpu.host import DeviceBuffer
 from std.math import ceildiv
 
+from ..device import Device
 from ..geometry import Geometry
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Data
@@ -126,6 +127,7 @@ def program() raises:
     var lines = read_lines()
     var geometries = [square(line, 0) for line in lines]
     var tuner = Tuner(geometries)
+    var multiprocessors = Device(tuner.bench.ctx).multiprocessors
     print("#", tuner.bench.ctx.name())
     for i in range(len(lines)):
         var g = geometries[i]
@@ -140,7 +142,7 @@ def program() raises:
             var tiles = GradProblem(g, config, 1).blocks()
             var seen = 0
             for waves in range(1, 4):
-                var parts = max(1, min(most, waves * 132 // tiles))
+                var parts = max(1, min(most, waves * multiprocessors // tiles))
                 if parts != seen:
                     tuner.tune[index](g, lines[i], parts)
                 seen = parts

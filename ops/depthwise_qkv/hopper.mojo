@@ -42,6 +42,7 @@ from ..hopper.ptx import (
     mma_sync_short,
     shared_load_matrices,
 )
+from ..hopper.shared import block_memory
 from ..launch import launch
 from ..operands import F32, Data, dtypes, widened
 from ..rows import over_lanes
@@ -55,7 +56,7 @@ comptime THREADS = 384
 """Threads of a block at most."""
 comptime RESIDENT = 2
 """Blocks of that size that a multiprocessor holds at a time; bounds the registers."""
-comptime SHARED = 113 * 1024
+comptime SHARED = block_memory(RESIDENT)
 """Bytes of shared memory that a block takes at most."""
 comptime QUAD = 4
 """Channels that a thread reads together."""

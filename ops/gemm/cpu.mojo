@@ -32,6 +32,7 @@ from std.memory import Layout, alloc, dealloc
 from std.sys import CompilationTarget, simd_width_of
 from std.sys.intrinsics import PrefetchOptions, prefetch
 
+from ..choice import Cheapest
 from ..dot import FILTER, FLOATS, SHIFT, STEP, SUM, dot, spread
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
@@ -642,14 +643,12 @@ def _block(g: Geometry, work: Int) -> Int:
     # What is computed together has the other cores.
     var own = max(1, cores * g.pixels() * g.f // work)
     var most = ceildiv(g.pixels(), 4 * ROWS)
-    var best, least = g.pixels(), Int.MAX
+    var choice = Cheapest(g.pixels())
     for rounds in range(1, 9):
         var block = ceildiv(g.pixels(), min(max(rounds * own // panels, 1), most))
         var needed = ceildiv(ceildiv(g.pixels(), block) * panels, own)
-        var cost = (8 * needed + 1) * (block + READS)
-        if cost < least:
-            best, least = block, cost
-    return best
+        choice.offer(block, Float64((8 * needed + 1) * (block + READS)))
+    return choice.best
 
 
 def _task[

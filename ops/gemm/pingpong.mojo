@@ -51,13 +51,13 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, block_memory, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
 from ..operands import Operands, Scales, dtypes
 from .hopper import filter_map, several
 
-comptime SHARED = 227 * 1024
+comptime SHARED = block_memory()
 """Bytes of shared memory of a block, its alignment among them."""
 comptime BARRIERS = 1024
 """Bytes of all barriers."""

@@ -48,7 +48,7 @@ from ..hopper.moments import Norm
 from ..hopper.pipeline import Pipeline
 from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
 from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepCounter, produce_pixels
@@ -59,8 +59,8 @@ from .hopper import filter_map, several
 
 comptime BLOCKS = 2
 """Blocks that a multiprocessor holds at least; it bounds the registers."""
-comptime ROOM = 113 * 1024
-"""Bytes of shared memory that a block may take: as many as leave room for another block."""
+comptime ROOM = block_memory(BLOCKS)
+"""Bytes of shared memory that a block may take."""
 comptime LEAST = 57 * 1024
 """Bytes that a block takes at least, so that three share a multiprocessor at most.
 

@@ -34,6 +34,7 @@ from std.memory import Layout, alloc, bitcast, dealloc
 from std.sys import CompilationTarget, simd_width_of, size_of
 from std.sys.intrinsics import llvm_intrinsic, masked_load
 
+from ..choice import Cheapest
 from ..dot import FILTER, SUM, U8, dot
 from ..epilogue import Channels, Epilogue, Output
 from ..geometry import Geometry
@@ -576,7 +577,7 @@ struct Plan[dtype: DType](TrivialRegisterPassable):
         var cores = Float64(parallelism_level(None)) * Float64(g.pixels() * g.f) / Float64(work)
         var of_a_unit = g.q if self.kind == Self.PLANES else BLOCK
         self.blocks, self.share, self.shares = 1, panels, 1
-        var least = Float64.MAX
+        var choice = Cheapest(self)
         var blocks = 1
         while True:
             var each = ceildiv(units, blocks)
@@ -587,16 +588,15 @@ struct Plan[dtype: DType](TrivialRegisterPassable):
                 var cost = self._cost(g, each * of_a_unit, share)
                 # What is begun last ends last: half a task more.
                 var all = (Float64(ceildiv(tasks, max(1, Int(cores)))) + 0.5) * cost
-                if all < least:
-                    least = all
-                    self.blocks, self.share = blocks, share
+                self.blocks, self.share, self.shares = blocks, share, ceildiv(panels, share)
+                choice.offer(self, all)
                 if share == 1:
                     break
                 share = ceildiv(share, 2)
             if blocks == units:
                 break
             blocks = min(units, blocks + max(1, blocks // 2))
-        self.shares = ceildiv(panels, self.share)
+        self = choice.best
 
     @staticmethod
     def kind_of(g: Geometry) -> Int:

@@ -29,7 +29,7 @@ and up to 64 channels come in rows of 64 bytes. C has to be a multiple of 16 byt
 16 in 8 bits.
 """
 
-from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, grid_dim, thread_idx
+from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
 from max.gpu.compute.mma import (
     wgmma_commit_group_sync,
     wgmma_fence_aligned,
@@ -58,7 +58,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.scheduler import TileScheduler
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
 from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -69,7 +69,7 @@ comptime CONSUMERS = 2
 """Warpgroups that multiply."""
 comptime BOXES = 2
 """Boxes of pixels in shared memory."""
-comptime MEMORY = 227 * 1024
+comptime MEMORY = block_memory()
 """Bytes of shared memory that a block may have."""
 
 
@@ -409,14 +409,13 @@ def _consume[
 ):
     """Multiplies the boxes of the tiles, and stores the results."""
     comptime COLUMNS = config.pixels
+    comptime WORKERS = Int32(CONSUMERS if config.turns() else 1)
     var group = at.group()
     var leads = at.leads()
     var own = UInt32(group) + 3  # after the barriers of `order`
     var y = TileStore(maps, 2)
     var schedule = problem.schedule
-    var start = schedule.start()
-    var blocks = Int32(grid_dim.x)
-    var every = blocks
+    var worker = group if config.turns() else 0
     var boxes = problem.conv.chunks * plan.parts
     var w_first = UInt32(group) * UInt32(ROWS * config.row)
     var x = storage.x
@@ -425,14 +424,12 @@ def _consume[
     result.index = UInt32(group)
     var storing = StoringStage()
     comptime if config.turns():
-        start.tile += group * blocks
-        every *= CONSUMERS
         w_first = 0
         x.advance(UInt32(group * boxes))
         w.wait_first(Int32(w.stages))
-    var order = OrderedSequence(group if config.turns() else 0, CONSUMERS)
+    var order = OrderedSequence(worker, CONSUMERS)
 
-    for number in range(start.tile, schedule.tiles, every):
+    for number in schedule.turns(worker, WORKERS):
         var tile = schedule.tile(number)
         var f0 = tile.column * Int32(config.filters)
         comptime if not config.turns():
@@ -479,7 +476,7 @@ def _consume[
                 shift = 0
                 x.advance()
         comptime if config.turns():
-            if number + blocks < schedule.tiles:
+            if number + schedule.turns().step < schedule.tiles:
                 order.arrive()
         wgmma_wait_group_sync[0]()
         if leads:

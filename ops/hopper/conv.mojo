@@ -234,14 +234,17 @@ struct Step(TrivialRegisterPassable):
         self.tap = self.r = self.s = self.c = 0
 
     @always_inline
-    def __init__(out self, conv: Conv, number: Int32):
+    def __init__(out self, conv: Conv, number: Int32, *, sources: Int = 2):
         """Finds a step; those after the last tap's count as chunks of a tap more.
 
         Args:
             conv: Sizes.
             number: Of the step.
+            sources: 2 if steps of a second source may follow those of the last tap.
         """
-        self.tap = min(Int32(UInt32(number) // UInt32(conv.chunks)), conv.taps)
+        self.tap = Int32(UInt32(number) // UInt32(conv.chunks))
+        if sources > 1:
+            self.tap = min(self.tap, conv.taps)
         self.c = number - self.tap * conv.chunks
         self.r = Int32(UInt32(self.tap) // UInt32(conv.s))
         self.s = self.tap - self.r * conv.s

@@ -1,8 +1,10 @@
 """Which block computes which tile of a product, and which part of K.
 
 Blocks are persistent: a launch has as many as the GPU holds at a time, and a block goes from tile
-to tile, by the number of blocks. The tiles of columns of one tile of rows follow one another, so
-that blocks at work at the same time share rows. Several products of one launch follow one another.
+to tile, by the number of blocks. The tiles of columns of one tile of rows follow one another: a turn
+of all blocks is some rows by all columns. So rows come from memory once, and filters again in every
+turn, but from L2 as long as all of them fit there; larger ones would want groups of fewer columns, as
+CUTLASS's swizzle makes them. Several products of one launch follow one another.
 
 Or a cluster of `splits` blocks shares a tile: each sums a part of K (split-K), and then finishes a
 part of the tile (cluster.mojo).
@@ -43,12 +45,24 @@ struct Start(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Share(TrivialRegisterPassable):
-    """A block's part of something that a cluster divides."""
+    """A block's part of something that several divide, such as a cluster."""
 
     var begin: Int32
     """The first of the part."""
     var end: Int32
     """The first after the part."""
+
+    @always_inline
+    def __init__(out self, *, of: Int32, part: Int32, parts: Int32):
+        """Divides as evenly as it goes.
+
+        Args:
+            of: How many there are in all, such as the steps of K.
+            part: Which part.
+            parts: How many parts.
+        """
+        self.begin = Int32(UInt32(of * part) // UInt32(parts))
+        self.end = Int32(UInt32(of * (part + 1)) // UInt32(parts))
 
     @always_inline
     def count(self) -> Int32:
@@ -320,13 +334,18 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
         return range(start.tile, self.tiles, Int32(grid_dim.x))
 
     @always_inline
-    def turns(self) -> Turns:
-        """Numbers the block's tiles, where no cluster shares one.
+    def turns(self, worker: Int32 = 0, workers: Int32 = 1) -> Turns:
+        """Numbers the block's tiles where no cluster shares one, or those of one of several workers.
+
+        Args:
+            worker: Which.
+            workers: How many there are.
 
         Returns:
             Their numbers, in order.
         """
-        return self.turns(self.start())
+        var tiles = Stationary(Int32(block_idx.x), self.tiles, Int32(grid_dim.x))
+        return tiles.turns(worker, workers)
 
     @always_inline
     def stationary(self) -> Stationary:
@@ -390,8 +409,6 @@ struct TileScheduler[products: Int = 1](KernelArgument, TrivialRegisterPassable)
             This block's part: all of it, unless a cluster shares a tile.
         """
         comptime if split:
-            var splits = UInt32(self.splits)
-            var begin = UInt32(count * start.rank) // splits
-            return Share(Int32(begin), Int32(UInt32(count * (start.rank + 1)) // splits))
+            return Share(of=count, part=start.rank, parts=self.splits)
         else:
             return Share(0, count)

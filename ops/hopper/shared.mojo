@@ -2,6 +2,8 @@
 
 from max.gpu.memory import AddressSpace, external_memory
 
+from ..device import RESERVED
+
 comptime ROW = 128
 """Bytes of a row of the 128-byte swizzle: of K for each row and column of a product, in a stage."""
 comptime SWIZZLED = 1024
@@ -10,6 +12,21 @@ comptime WARP = 32
 """Threads of a warp."""
 comptime WARPGROUP = 128
 """Threads of a warpgroup, which issues wgmma together."""
+
+
+def block_memory(blocks: Int = 1) -> Int:
+    """Counts the bytes of shared memory that a block may ask for: sm_90 has 228 KB a multiprocessor.
+
+    CUDA C++ Programming Guide, technical specifications per compute capability; `Device` has those of
+    the GPU that runs.
+
+    Args:
+        blocks: How many a multiprocessor holds at a time.
+
+    Returns:
+        227 KB of one, 113 KB of two.
+    """
+    return 228 * 1024 // blocks - RESERVED
 
 
 @always_inline

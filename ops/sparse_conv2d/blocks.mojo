@@ -53,6 +53,7 @@ from ..hopper.ptx import (
 from ..hopper.scheduler import Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ..hopper.window import Reads
 from ..launch import launch
 from ..operands import F32, Data, Operands
 
@@ -278,7 +279,7 @@ struct ListedTile(TrivialRegisterPassable):
     var count: Int32
     """Its blocks."""
     var steps: Data[I32]
-    """What each is of: r << 24 | s << 16 | chunk of channels. One number more may be read."""
+    """What each reads: `Reads.tap`. One number more may be read."""
 
 
 struct Lists(TrivialRegisterPassable):
@@ -334,7 +335,7 @@ struct Lists(TrivialRegisterPassable):
         Returns:
             The next one; the same one after the last.
         """
-        var next = number + Int32(grid_dim.x)
+        var next = number + self.schedule.turns().step
         return self.tile(next) if next < self.schedule.tiles else tile
 
 
@@ -385,7 +386,7 @@ def _produce[
         var pixel = problem.conv.pixel(m0)
         var corner = problem.conv.corner(pixel)
         for i in range(steps.begin, steps.end):
-            var step = next
+            var reads = Reads(UInt32(next))
             next = tile.steps[unsafe_offset=Int(i + 1)]
             var to = pipeline.stage()
             var full = pipeline.barrier()
@@ -399,9 +400,9 @@ def _produce[
                 problem.conv,
                 pixel,
                 corner,
-                channel=(step & 0xFFFF) * WIDTH,
-                r=step >> 24,
-                s=step >> 16 & 0xFF,
+                channel=reads.chunk() * WIDTH,
+                r=reads.r(),
+                s=reads.s(),
             )
             pipeline.advance()
         comptime if config.split:

@@ -55,7 +55,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.scheduler import Share, Start, Tile, TileScheduler
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
 from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, produce_pixels
@@ -120,19 +120,6 @@ def blocks(config: TileConfig) -> Int:
 
 
 @always_inline
-def room(config: TileConfig) -> Int:
-    """Counts the bytes of shared memory that a block may take.
-
-    Args:
-        config: The block's tile.
-
-    Returns:
-        As many as leave room for the other block.
-    """
-    return 113 * 1024 if config.groups == 1 else 227 * 1024
-
-
-@always_inline
 def threads(config: TileConfig) -> Int:
     """Counts the threads of a block.
 
@@ -188,7 +175,7 @@ struct Plan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
             chunks=chunks,
             splits=splits,
             least=turns(Self.config),
-            room=room(Self.config) - lists - SWIZZLED,
+            room=block_memory(blocks(Self.config)) - lists - SWIZZLED,
         )
         self.tiles = Int32(ceildiv(g.f, FILTERS) * steps)
 
@@ -577,5 +564,5 @@ def enqueue_tiled[
         block_dim=threads(config),
         cluster_dim=Dim(splits),
         shared=plan.shared(share),
-        most_shared=room(config),
+        most_shared=block_memory(blocks(config)),
     )
