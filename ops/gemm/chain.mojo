@@ -50,6 +50,8 @@ from ..hopper.mma import ROWS, SUM, Matrix, mma, mma_registers
 from ..hopper.moments import Norm, RowMoments
 from ..hopper.pipeline import Pipeline, StoringStage
 from ..hopper.ptx import (
+    PRODUCER_REGISTERS,
+    consumer_registers,
     fence_async,
     fence_barrier_init,
     registers_give,
@@ -74,8 +76,6 @@ comptime WIDTH = 64
 """Numbers of 128 bytes, of 16 bits: columns of a box, and of a chunk of h."""
 comptime BOX = ROWS * ROW
 """Bytes of 64 rows of a box."""
-comptime PRODUCER_REGISTERS = 24
-"""Registers of a thread of the producer's warpgroup."""
 
 
 struct ChainConfig(TrivialRegisterPassable):
@@ -263,16 +263,6 @@ struct ChainConfig(TrivialRegisterPassable):
             A warpgroup for each consumer, and the producer's.
         """
         return WARPGROUP * (self.groups + 1)
-
-    @always_inline
-    def registers(self) -> Int:
-        """Counts the registers of a consumer's thread.
-
-        Returns:
-            What the producer's threads leave of those that a launch is given.
-        """
-        var each = 65536 // self.threads() // 8 * 8
-        return min((each * (self.groups + 1) - PRODUCER_REGISTERS) // self.groups // 8 * 8, 240)
 
 
 comptime PER_TILE = 4
@@ -715,7 +705,7 @@ def chain_kernel[
         if t % Int32(WARPGROUP) == 0:
             _produce[MLP](maps.address(), problem, storage)
     else:
-        registers_take[config.registers()]()
+        registers_take[consumer_registers(config.groups)]()
         comptime if config.bytes:
             var residual = rebind[ChainVectors[True]](vectors).scales[0].residual
             _consume_bytes[dtype, right](

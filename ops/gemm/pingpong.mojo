@@ -43,6 +43,8 @@ from ..hopper.mma import ROWS, SUM, Matrix, mma
 from ..hopper.moments import Norm, RowMoments, RowNorm
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
+    PRODUCER_REGISTERS,
+    consumer_registers,
     fence_async,
     fence_barrier_init,
     registers_give,
@@ -69,8 +71,6 @@ comptime FEWEST = 5
 """Stages of the ring at least."""
 comptime MOST = 24
 """Stages of the ring at most."""
-comptime PRODUCER_REGISTERS = 24
-"""Registers of a thread of the producer's warpgroup."""
 
 
 struct PingPong(TrivialRegisterPassable):
@@ -106,16 +106,6 @@ struct PingPong(TrivialRegisterPassable):
             A warpgroup for each consumer, and the producer's.
         """
         return WARPGROUP * (self.groups + 1)
-
-    @always_inline
-    def registers(self) -> Int:
-        """Counts the registers of a consumer's thread.
-
-        Returns:
-            What the producer's threads leave of those that a launch is given.
-        """
-        var each = 65536 // self.threads() // 8 * 8
-        return min((each * (self.groups + 1) - PRODUCER_REGISTERS) // self.groups // 8 * 8, 240)
 
     @always_inline
     def row[dtype: DType](self) -> Int:
@@ -256,7 +246,7 @@ def pingpong_kernel[
         if t % Int32(WARPGROUP) == 0:
             _produce[dtype, config](maps.address(), problem, filters, pipeline)
     else:
-        registers_take[config.registers()]()
+        registers_take[consumer_registers(config.groups)]()
         _consume[dtype, out, right, epilogue, config](
             maps.address(), tensors, problem, filters, pipeline, results, boxes, Fragment(t)
         )
