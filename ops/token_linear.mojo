@@ -37,7 +37,6 @@ from .hopper.mma import ROWS
 from .hopper.pipeline import Pipeline, Storing
 from .hopper.ptx import (
     fence_async,
-    fence_barrier_init,
     stores_commit,
     stores_read,
     sync_threads,
@@ -126,18 +125,13 @@ def token_kernel[
         tensors: Have the bias.
         problem: Sizes.
     """
-    var data = shared_memory["token_linear"]()
-    var pipeline = Pipeline(
-        data,
-        data + UInt32(config.stages * config.stage()),
-        stages=Int32(config.stages),
-        bytes=UInt32(config.stage()),
-    )
     var t = Int32(thread_idx.x)
-    if t == 0:
-        pipeline.init[config.stages](consumers=config.groups)
-        fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
+    var pipeline = Pipeline.of_block[config.stages](
+        shared_memory["token_linear"](),
+        bytes=config.stage(),
+        consumers=config.groups,
+        threads=config.threads(),
+    )
     launch_dependent_grids()
     if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.

@@ -15,12 +15,15 @@ A stage may have parts that consumers wait for one by one, such as keys and valu
 CUTLASS calls this PipelineTmaAsync with its PipelineState; PTX ISA 8.0, section 9.7.12.15 (mbarrier).
 """
 
+from max.gpu import thread_idx
+
 from .ptx import (
     arrive_threads,
     barrier_arrive,
     barrier_expect,
     barrier_init,
     barrier_wait,
+    fence_barrier_init,
     stores_read,
     sync_threads,
 )
@@ -79,6 +82,32 @@ struct Pipeline(TrivialRegisterPassable):
         self.full, self.empty = barriers, barriers + 8 * UInt32(parts * stages)
         self.index = self.phase = 0
         self.prefetched = 0
+
+    @staticmethod
+    @always_inline
+    def of_block[stages: Int](data: UInt32, *, bytes: Int, consumers: Int, threads: Int) -> Self:
+        """Makes the only ring of a block, its barriers behind its stages, by all threads.
+
+        Parameters:
+            stages: How many stages there are.
+
+        Args:
+            data: Address of the stages.
+            bytes: From a stage to the next.
+            consumers: How many arrivals release a stage.
+            threads: Of the block; they meet.
+
+        Returns:
+            The ring, its barriers prepared.
+        """
+        var ring = Self(
+            data, data + UInt32(stages * bytes), stages=Int32(stages), bytes=UInt32(bytes)
+        )
+        if thread_idx.x == 0:
+            ring.init[stages](consumers=consumers)
+            fence_barrier_init()
+        sync_threads(0, UInt32(threads))
+        return ring
 
     @always_inline
     def init[count: Int = 0](self, *, consumers: Int, producers: Int = 1):

@@ -44,7 +44,6 @@ from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline, Storing
 from ..hopper.ptx import (
     fence_async,
-    fence_barrier_init,
     stores_commit,
     stores_read,
     sync_threads,
@@ -217,18 +216,11 @@ def blocks_kernel[
         pitch: Numbers of a row of `lists`.
     """
     var data = shared_memory["conv2d_blocks"]()
-    var pipeline = Pipeline(
-        data,
-        data + UInt32(config.stages * config.stage()),
-        stages=Int32(config.stages),
-        bytes=UInt32(config.stage()),
+    var pipeline = Pipeline.of_block[config.stages](
+        data, bytes=config.stage(), consumers=config.groups(), threads=config.threads()
     )
-    var t = Int32(thread_idx.x)
-    if t == 0:
-        pipeline.init[config.stages](consumers=config.groups())
-        fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
+    var t = Int32(thread_idx.x)
 
     var tiles = Lists(lists, pitch, problem.schedule)
     var start = problem.schedule.start[config.split]()

@@ -21,7 +21,6 @@ from ops.hopper.mma import SUM, Matrix, mma
 from ops.hopper.pipeline import Pipeline
 from ops.hopper.ptx import (
     fence_async,
-    fence_barrier_init,
     stores_commit,
     stores_read,
     sync_threads,
@@ -58,15 +57,10 @@ def gemm_kernel[
     columns: Int32,
 ):
     """Computes tiles; the maps are of x[M, K], w[F, K] and y[M, F]."""
-    var data = shared_memory["page_gemm"]()
-    var pipeline = Pipeline(
-        data, data + STAGES * 2 * HALF, stages=STAGES, bytes=2 * HALF
-    )
     var t = Int32(thread_idx.x)
-    if t == 0:
-        pipeline.init(consumers=1)
-        fence_barrier_init()
-    sync_threads(0, THREADS)
+    var pipeline = Pipeline.of_block[STAGES](
+        shared_memory["page_gemm"](), bytes=2 * HALF, consumers=1, threads=THREADS
+    )
     launch_dependent_grids()
     if t == Int32(WARPGROUP):
         produce[dtype](maps.address(), schedule, steps, pipeline)
