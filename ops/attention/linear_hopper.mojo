@@ -39,9 +39,8 @@ from ..hopper.epilogue import finish_boxes
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS, Matrix, mma, settled
 from ..hopper.moments import Norm, leave_moments
-from ..hopper.pipeline import Pipeline, Storing
+from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
-    fence_async,
     fence_barrier_init,
     shared_load2,
     shared_store_float,
@@ -52,6 +51,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import TileScheduler, Turns
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.store import Storing, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -394,8 +394,7 @@ def _consume[
             )
         queries.advance()
         var sums = storage.bias(first, at)
-        fence_async()
-        sync_threads(ALL, UInt32(config.consumers * WARPGROUP))
+        sync_writes(ALL, config.consumers * WARPGROUP)
 
         # Multiply.
         var storing = Storing[0]()  # the ring of w holds no results

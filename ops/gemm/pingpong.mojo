@@ -45,15 +45,14 @@ from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
     PRODUCER_REGISTERS,
     consumer_registers,
-    fence_async,
     fence_barrier_init,
     registers_give,
     registers_take,
-    stores_commit,
     stores_read,
     sync_threads,
 )
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
+from ..hopper.store import BoxRing, store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
 from ..operands import Operands, Scales, dtypes
@@ -334,8 +333,9 @@ def _consume[
     var order = OrderedSequence(at.group(), GROUPS)
     var pipeline = at_start
     pipeline.advance(UInt32(at.group() * steps))
-    var own_results = results + UInt32(at.group() * boxes * Int32(BOX))
-    var box = Int32(0)
+    var own_boxes = BoxRing[RESULTS](
+        results + UInt32(at.group() * boxes * Int32(BOX)), boxes=boxes, bytes=UInt32(BOX)
+    )
     var sums = Sums[COLUMNS, SUM[dtype]](fill=0)
     for number in tiles.turns(at.group(), GROUPS):
         var tile = schedule.tile(number)
@@ -376,11 +376,7 @@ def _consume[
 
         comptime for part in range(RESULTS):
             comptime column = part * WIDTH
-            var to = own_results + UInt32(box * Int32(BOX))
-            box = box + 1 if box + 1 < boxes else 0
-            if leads:
-                _box_read[RESULTS](boxes)
-            sync_threads(own, UInt32(WARPGROUP))
+            var to = own_boxes.acquire(own, leads)
             finish_rows[out, epilogue, WIDTH, first=column, pitch=BOX, bytes=config.row[out]()](
                 to,
                 at,
@@ -391,21 +387,11 @@ def _consume[
                 problem.filters,
                 norm=norm,
             )
-            fence_async()
-            sync_threads(own, UInt32(WARPGROUP))
+            sync_writes(own)
             if leads:
-                y.store(to, f0 + Int32(column), m0)
-                stores_commit()
+                store_boxes[out, WIDTH, bytes=config.row[out]()](y, to, f0 + Int32(column), m0)
         pipeline.advance(UInt32((GROUPS - 1) * steps))
     stores_read()
-
-
-@always_inline
-def _box_read[most: Int](boxes: Int32):
-    """Waits until the copy engine has read the box whose turn it is, of `most` at most."""
-    comptime for i in range(most):
-        if boxes == Int32(i + 1):
-            stores_read[i]()
 
 
 # The host's side

@@ -48,9 +48,8 @@ from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Problem
 from ..hopper.epilogue import EpilogueTensors, finish_byte_columns, finish_columns
 from ..hopper.mma import ROWS, SUM, Matrix, mma
-from ..hopper.pipeline import OrderedSequence, Pipeline, StoringStage
+from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
-    fence_async,
     fence_barrier_init,
     stores_commit,
     stores_read,
@@ -58,6 +57,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.store import StoringStage, sync_writes
 from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
 from ..hopper.window import PixelBox, box_map
 from ..kernel_argument import KernelArgument
@@ -505,8 +505,7 @@ def _consume[
             finish_columns[dtype, epilogue, config.stored(), 0](
                 result.stage(), at, filled, problem.alpha, bias
             )
-        fence_async()
-        sync_threads(own, UInt32(WARPGROUP))
+        sync_writes(own)
         if leads:
             var first = plan.box.first(problem.conv, tile.row)
             y.store(result.stage(), f0, 0, first.p, first.n)

@@ -7,6 +7,7 @@
     mma          wgmma: matrix descriptors, and products of a stage
     accumulator  which sums a thread holds
     epilogue     how the sums become the result, and leave
+    store        how a result leaves through the copy engine, and who may write there again
     scheduler    which block computes what: persistent blocks, clusters that share a tile
     cluster      how blocks that share a tile send each other their sums
     conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded

@@ -26,7 +26,6 @@ from .pipeline import Pipeline
 from .ptx import (
     cluster_load4,
     cluster_sync,
-    fence_async,
     shared_load,
     shared_load2,
     shared_load_float,
@@ -39,6 +38,7 @@ from .ptx import (
 )
 from .scheduler import Share, Start
 from .shared import ROW, WARP, WARPGROUP, swizzle
+from .store import sync_writes
 
 
 struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, normed: Bool = False](
@@ -643,8 +643,7 @@ def finish_boxes[
             results[i] = (sums_16x16[i](sums) + widened(results[i])).cast[dtype]()
             store_16x16[k](tiles.stage(), at, results[i])
         tiles.advance(step)
-    fence_async()
-    sync_threads(barrier, UInt32(WARPGROUP))
+    sync_writes(barrier)
     return results^
 
 

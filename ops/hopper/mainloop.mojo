@@ -11,8 +11,9 @@ from max.gpu.compute.mma import (
 
 from .accumulator import Sums
 from .mma import ROWS, Matrix, mma
-from .pipeline import Pipeline, Storing
+from .pipeline import Pipeline
 from .shared import ROW
+from .store import Storing
 
 
 @always_inline

@@ -24,7 +24,6 @@ from .ptx import (
     barrier_init,
     barrier_wait,
     fence_barrier_init,
-    stores_read,
     sync_threads,
 )
 from .shared import WARPGROUP
@@ -347,46 +346,6 @@ struct Pipeline(TrivialRegisterPassable):
         barrier_arrive(self.empty + 8 * index)
 
 
-struct Storing[count: Int](TrivialRegisterPassable):
-    """The stages from which the copy engine still stores a result.
-
-    A consumer's first thread releases them late, under the next tile's first products.
-
-    Parameters:
-        count: How many stages a result takes.
-    """
-
-    var first: UInt32
-    """The first of them, and one more; 0 if there are none."""
-
-    @always_inline
-    def __init__(out self):
-        """Begins with none."""
-        self.first = 0
-
-    @always_inline
-    def begin(mut self, pipeline: Pipeline):
-        """Notes that the next stages will be stored.
-
-        Args:
-            pipeline: Where the consumer is.
-        """
-        self.first = pipeline.index + 1
-
-    @always_inline
-    def release(mut self, pipeline: Pipeline):
-        """Gives the stages back, once the copy engine has read them.
-
-        Args:
-            pipeline: Of the stages.
-        """
-        if self.first != 0:
-            stores_read()
-            comptime for i in range(Self.count):
-                pipeline.release((self.first - 1 + UInt32(i)) % pipeline.stages)
-            self.first = 0
-
-
 struct OrderedSequence(TrivialRegisterPassable):
     """Has consumers take turns, so that one's products run under what the others compute.
 
@@ -423,34 +382,3 @@ struct OrderedSequence(TrivialRegisterPassable):
     def arrive(self):
         """Passes the turn on; all of the consumer's threads call it."""
         arrive_threads(self.next, Self.THREADS)
-
-
-struct StoringStage(TrivialRegisterPassable):
-    """The stage, of any ring, from which the copy engine still stores a result.
-
-    For a consumer that stores a stage at a time: its first thread releases each before the next.
-    """
-
-    var empty: UInt32
-    """Address of the stage's `empty`; 0 if there is none."""
-
-    @always_inline
-    def __init__(out self):
-        """Begins with none."""
-        self.empty = 0
-
-    @always_inline
-    def begin(mut self, pipeline: Pipeline):
-        """Notes that the next stage is being stored.
-
-        Args:
-            pipeline: Where the consumer is.
-        """
-        self.empty = pipeline.empty + 8 * pipeline.index
-
-    @always_inline
-    def release(self):
-        """Gives the stage back, once the copy engine has read it."""
-        if self.empty != 0:
-            stores_read()
-            barrier_arrive(self.empty)
