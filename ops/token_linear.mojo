@@ -34,16 +34,11 @@ from .hopper.accumulator import Fragment, Sums
 from .hopper.epilogue import EpilogueTensors, finish_rows
 from .hopper.mainloop import multiply_stages
 from .hopper.mma import ROWS
-from .hopper.pipeline import Pipeline, Storing
-from .hopper.ptx import (
-    fence_async,
-    fence_barrier_init,
-    stores_commit,
-    stores_read,
-    sync_threads,
-)
+from .hopper.pipeline import Pipeline
+from .hopper.ptx import stores_read
 from .hopper.scheduler import Tile, TileScheduler
-from .hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from .hopper.shared import ROW, WARP, shared_memory
+from .hopper.store import Storing, load_residual, store_boxes, sync_writes
 from .hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from .kernel_argument import KernelArgument
 from .launch import launch
@@ -126,30 +121,25 @@ def token_kernel[
         tensors: Have the bias.
         problem: Sizes.
     """
-    var data = shared_memory["token_linear"]()
-    var pipeline = Pipeline(
-        data,
-        data + UInt32(config.stages * config.stage()),
-        stages=Int32(config.stages),
-        bytes=UInt32(config.stage()),
-    )
     var t = Int32(thread_idx.x)
-    if t == 0:
-        pipeline.init[config.stages](consumers=config.groups)
-        fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
+    var pipeline = Pipeline.of_block[config.stages](
+        shared_memory["token_linear"](),
+        bytes=config.stage(),
+        consumers=config.groups,
+        threads=config.threads(),
+    )
     launch_dependent_grids()
     if t // Int32(WARP) == Int32(4 * config.groups):
         # One thread drives the copy engine.
         if t % Int32(WARP) == 0:
-            _produce[epilogue, config](maps.address(), problem, pipeline)
+            _produce[dtype, epilogue, config](maps.address(), problem, pipeline)
     else:
         _consume[dtype, epilogue, config](maps.address(), tensors, problem, pipeline, Fragment(t))
 
 
 @always_inline
 def _produce[
-    epilogue: Epilogue, config: Config
+    dtype: DType, epilogue: Epilogue, config: Config
 ](maps: UInt64, problem: TokenProblem, at_start: Pipeline):
     """Fills the stages, tile after tile."""
     comptime STAGE = UInt32(config.stage())
@@ -178,21 +168,9 @@ def _produce[
             comptime for j in range(BOXES):
                 x.load(to + X_AT + UInt32(j * BOX), full, c0 + Int32(j) * WIDTH, k * WIDTH, n)
             pipeline.advance()
-        pipeline.acquire()
-        comptime if epilogue.joins:
-            pipeline.expect(UInt32(config.groups * BOXES * BOX))
-            comptime for i in range(config.groups):
-                comptime for j in range(BOXES):
-                    residual.load(
-                        pipeline.stage() + UInt32((i * BOXES + j) * BOX),
-                        pipeline.barrier(),
-                        c0 + Int32(j) * WIDTH,
-                        f0 + Int32(i * ROWS),
-                        n,
-                    )
-        else:
-            pipeline.commit()
-        pipeline.advance()
+        load_residual[
+            dtype, config.columns, joins=epilogue.joins, groups=config.groups, images=True
+        ](pipeline, residual, c0, f0, n)
 
 
 @always_inline
@@ -230,12 +208,9 @@ def _consume[
         finish_rows[dtype, epilogue, config.columns, pitch=BOX, by_row=True](
             to, at, sums, 1, tensors, row, problem.filters
         )
-        fence_async()
-        sync_threads(group + 1, UInt32(WARPGROUP))
+        sync_writes(group + 1)
         if at.leads():
-            comptime for j in range(BOXES):
-                y.store(to + UInt32(j * BOX), c0 + Int32(j) * WIDTH, row, n)
-            stores_commit()
+            store_boxes[dtype, config.columns, images=True](y, to, c0, row, n)
         pipeline.advance()
     stores_read()
 

@@ -48,6 +48,8 @@ from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
 from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
+    PRODUCER_REGISTERS,
+    consumer_registers,
     fence_barrier_init,
     registers_give,
     registers_take,
@@ -107,16 +109,6 @@ struct Config(TrivialRegisterPassable):
             A warpgroup for each consumer, and the producer's.
         """
         return WARPGROUP * (self.groups + 1)
-
-    @always_inline
-    def registers(self) -> Int:
-        """Counts the registers of a consumer's thread.
-
-        Returns:
-            What a producer's 24 leave of those that the block is launched with.
-        """
-        var launched = 65536 // self.threads() // 8 * 8
-        return (launched * (self.groups + 1) - 24) // self.groups // 8 * 8
 
     @always_inline
     def row(self) -> Int:
@@ -519,12 +511,12 @@ def hopper_attention_kernel[
     launch_dependent_grids()
 
     if t // Int32(WARPGROUP) == Int32(config.groups):
-        registers_give[24]()
+        registers_give[PRODUCER_REGISTERS]()
         # One thread drives the copy engine.
         if t % Int32(WARPGROUP) == 0:
             _produce[config, mask](maps.address(), problem, sizes, pipeline)
     else:
-        registers_take[config.registers()]()
+        registers_take[consumer_registers(config.groups)]()
         _consume[dtype, config, mask](
             maps.address(), result, problem, tensors, sizes, pipeline, Fragment(t)
         )

@@ -40,9 +40,8 @@ from ..hopper.epilogue import finish_boxes
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
 from ..hopper.moments import Norm, leave_moments
-from ..hopper.pipeline import Pipeline, Storing
+from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
-    fence_async,
     fence_barrier_init,
     shared_store_float,
     shared_store_matrices,
@@ -52,6 +51,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import TileScheduler, Turns
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.store import Storing, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -376,8 +376,7 @@ def _consume[
         var sums = bias_of_columns[COLUMNS](
             storage.data + UInt32(storage.BIAS) + UInt32(first + at.column()) * 4
         )
-        fence_async()
-        sync_threads(ALL, UInt32(config.consumers * WARPGROUP))
+        sync_writes(ALL, config.consumers * WARPGROUP)
 
         # Multiply.
         var storing = Storing[0]()  # the ring of w holds no results

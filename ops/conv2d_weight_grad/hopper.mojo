@@ -30,10 +30,11 @@ from ..hopper.accumulator import Fragment, Sums, pair
 from ..hopper.conv import Conv, Step, load_pixels, pixels_map
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
-from ..hopper.pipeline import Pipeline, Storing
+from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import fence_barrier_init, sync_threads
 from ..hopper.scheduler import Share
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ..hopper.store import Storing
 from ..hopper.tma import TensorMaps, TileLoader, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch

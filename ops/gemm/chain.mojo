@@ -56,9 +56,10 @@ from ..hopper.accumulator import (
 )
 from ..hopper.mma import ROWS, SUM, Matrix, mma, mma_registers
 from ..hopper.moments import Norm, RowMoments
-from ..hopper.pipeline import Pipeline, StoringStage
+from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
-    fence_async,
+    PRODUCER_REGISTERS,
+    consumer_registers,
     fence_barrier_init,
     registers_give,
     registers_take,
@@ -66,12 +67,12 @@ from ..hopper.ptx import (
     shared_load4,
     shared_store,
     shared_store_float,
-    stores_commit,
     stores_read,
     sync_threads,
 )
 from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory, swizzle
+from ..hopper.store import StoringStage, store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -81,8 +82,6 @@ comptime WIDTH = 64
 """Numbers of 128 bytes, of 16 bits: columns of a box, and of a chunk of h."""
 comptime BOX = ROWS * ROW
 """Bytes of 64 rows of a box."""
-comptime PRODUCER_REGISTERS = 24
-"""Registers of a thread of the producer's warpgroup."""
 
 
 struct ChainConfig(TrivialRegisterPassable):
@@ -270,16 +269,6 @@ struct ChainConfig(TrivialRegisterPassable):
             A warpgroup for each consumer, and the producer's.
         """
         return WARPGROUP * (self.groups + 1)
-
-    @always_inline
-    def registers(self) -> Int:
-        """Counts the registers of a consumer's thread.
-
-        Returns:
-            What the producer's threads leave of those that a launch is given.
-        """
-        var each = 65536 // self.threads() // 8 * 8
-        return min((each * (self.groups + 1) - PRODUCER_REGISTERS) // self.groups // 8 * 8, 240)
 
 
 comptime PER_TILE = 4
@@ -682,7 +671,7 @@ def chain_kernel[
         if t % Int32(WARPGROUP) == 0:
             _produce[MLP](maps.address(), problem, storage)
     else:
-        registers_take[config.registers()]()
+        registers_take[consumer_registers(config.groups)]()
         comptime if config.bytes:
             var residual = rebind[ChainVectors[True]](vectors).scales[0].residual
             _consume_bytes[dtype, right](
@@ -818,8 +807,7 @@ def _consume[
                     z[k // 4][k % 4 * 8 + i] += v[i]
                     v[i] = v[i].fma(of.scale[i // 2 % 2], of.shift[i // 2 % 2])
                 store_16x16[k](x, at, v.cast[dtype]())
-            fence_async()
-            sync_threads(group + 1, UInt32(WARPGROUP))
+            sync_writes(group + 1)
 
         comptime if config.resident:
             weights.index = 0
@@ -863,12 +851,10 @@ def _consume[
                 comptime if not mlp:
                     store_16x16[k](chunks.stage(), at, h[k])
             comptime if not mlp:
-                fence_async()
-                sync_threads(group + 1, UInt32(WARPGROUP))
+                sync_writes(group + 1)
                 if leads:
                     storing.release()
-                    h_map.store(chunks.stage(), chunk * Int32(WIDTH), m0)
-                    stores_commit()
+                    store_boxes[dtype, WIDTH](h_map, chunks.stage(), chunk * Int32(WIDTH), m0)
                 storing.begin(chunks)
                 chunks.advance()
 
@@ -890,13 +876,10 @@ def _consume[
         comptime for k in range(4 * F):
             var v = activate[second, dtype](sums_16x16[k % 4](z[k // 4]))
             store_16x16[k](x, at, v.cast[dtype]())
-        fence_async()
-        sync_threads(group + 1, UInt32(WARPGROUP))
+        sync_writes(group + 1)
         if leads:
             storing.release()
-            comptime for f in range(F):
-                z_map.store(x + UInt32(f * BOX), Int32(f * WIDTH), m0)
-            stores_commit()
+            store_boxes[dtype, F * WIDTH](z_map, x, 0, m0)
         storing.begin(tiles)
         comptime if config.x_stages == 1:
             # The next tile, before whose first chunk the stage would be released, has no other.
@@ -978,12 +961,10 @@ def _consume_bytes[
                     var y = apply[first, dtype](quad[k, half](sums), of, residual, residual_scale)
                     h[2 * k + half] = bitcast[DType.uint32, 1](narrowed[dtype](y))
                     shared_store(place, h[2 * k + half])
-            fence_async()
-            sync_threads(group + 1, UInt32(WARPGROUP))
+            sync_writes(group + 1)
             if leads:
                 storing.release()
-                h_map.store(chunks.stage(), chunk * Int32(CHUNK), m0)
-                stores_commit()
+                store_boxes[dtype, CHUNK](h_map, chunks.stage(), chunk * Int32(CHUNK), m0)
             storing.begin(chunks)
             chunks.advance()
 
@@ -1000,12 +981,10 @@ def _consume_bytes[
                 place += swizzle[Z_ROW](UInt32(16 * k) + UInt32(mine), row)
                 var y = apply[second, dtype](quad[k, half](z), of)
                 shared_store(place, bitcast[DType.uint32, 1](narrowed[dtype](y)))
-        fence_async()
-        sync_threads(group + 1, UInt32(WARPGROUP))
+        sync_writes(group + 1)
         if leads:
             storing.release()
-            z_map.store(x, 0, m0)
-            stores_commit()
+            store_boxes[dtype, COLUMNS, bytes=Z_ROW](z_map, x, 0, m0)
         storing.begin(tiles)
         tiles.advance()
     stores_read()

@@ -61,18 +61,17 @@ from ..hopper.epilogue import EpilogueTensors, finish_rows
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS, SUM
 from ..hopper.moments import GROUP, Norm, RowMoments, RowNorm, RowSums
-from ..hopper.pipeline import Pipeline, Storing
+from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
     cluster_arrive,
     cluster_wait,
-    fence_async,
     fence_barrier_init,
-    stores_commit,
     stores_read,
     sync_threads,
 )
 from ..hopper.scheduler import Start, Work
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ..hopper.store import Storing, load_residual, store_boxes, sync_writes
 from ..hopper.tma import (
     TensorMap,
     TensorMaps,
@@ -381,8 +380,7 @@ def _produce[
     comptime STAGE = UInt32(config.stage())
     comptime W_AT = UInt32(config.rows() * config.row)
     comptime BOX = config.box[out]()
-    comptime COLUMNS = Int32(BOX // size_of[out]())
-    comptime BOXES = config.part[out]() // Int(COLUMNS)
+    comptime PART = config.part[out]()
     comptime OWN = config.parts[out]() // config.peers
     var conv = problem.conv
     var schedule = problem.schedule
@@ -453,21 +451,10 @@ def _produce[
             comptime if part >= OWN:
                 if unit.shared:
                     return
-            pipeline.acquire()
-            comptime if epilogue.joins:
-                var residual = TileLoader(maps, 4 * tile.product + 3)
-                pipeline.expect(UInt32(config.rows() * BOXES * BOX))
-                comptime for i in range(config.groups):
-                    comptime for j in range(BOXES):
-                        residual.load(
-                            pipeline.stage() + UInt32((i * BOXES + j) * ROWS * BOX),
-                            pipeline.barrier(),
-                            f0 + Int32(part * BOXES + j) * COLUMNS,
-                            m0 + Int32(i * ROWS),
-                        )
-            else:
-                pipeline.commit()
-            pipeline.advance()
+            var residual = TileLoader(maps, 4 * tile.product + 3)
+            load_residual[out, PART, joins=epilogue.joins, groups=config.groups, bytes=BOX](
+                pipeline, residual, f0 + Int32(part * PART), m0
+            )
 
 
 @always_inline
@@ -504,7 +491,6 @@ def _consume[
 ):
     """Multiplies the stages of the tiles; finishes a tile, or leaves its sums in shared memory."""
     comptime BOX = config.box[out]()
-    comptime WIDTH = BOX // size_of[out]()
     comptime COLUMNS = config.columns
     comptime PART = config.part[out]()
     comptime PARTS = config.parts[out]()
@@ -589,16 +575,11 @@ def _consume[
                     row_sums.store[last](
                         end.norm[0], at, low=low if low < m else -1, high=high, f0=f0
                     )
-            fence_async()
-            sync_threads(group + 1, UInt32(WARPGROUP))
+            sync_writes(group + 1)
             if leads:
-                comptime for j in range(PART // WIDTH):
-                    y.store(
-                        to + UInt32(j * ROWS * BOX),
-                        f0 + Int32(part * PART + j * WIDTH),
-                        m0 + Int32(group) * Int32(ROWS),
-                    )
-                stores_commit()
+                store_boxes[out, PART, bytes=BOX](
+                    y, to, f0 + Int32(part * PART), m0 + Int32(group) * Int32(ROWS)
+                )
             pipeline.advance()
     stores_read()
 

@@ -43,15 +43,16 @@ from ..hopper.mma import ROWS, SUM, Matrix, mma
 from ..hopper.moments import Norm, RowMoments, RowNorm
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
-    fence_async,
+    PRODUCER_REGISTERS,
+    consumer_registers,
     fence_barrier_init,
     registers_give,
     registers_take,
-    stores_commit,
     stores_read,
     sync_threads,
 )
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, block_memory, shared_memory
+from ..hopper.store import BoxRing, store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
 from ..operands import Operands, Scales, dtypes
@@ -69,8 +70,6 @@ comptime FEWEST = 5
 """Stages of the ring at least."""
 comptime MOST = 24
 """Stages of the ring at most."""
-comptime PRODUCER_REGISTERS = 24
-"""Registers of a thread of the producer's warpgroup."""
 
 
 struct PingPong(TrivialRegisterPassable):
@@ -106,16 +105,6 @@ struct PingPong(TrivialRegisterPassable):
             A warpgroup for each consumer, and the producer's.
         """
         return WARPGROUP * (self.groups + 1)
-
-    @always_inline
-    def registers(self) -> Int:
-        """Counts the registers of a consumer's thread.
-
-        Returns:
-            What the producer's threads leave of those that a launch is given.
-        """
-        var each = 65536 // self.threads() // 8 * 8
-        return min((each * (self.groups + 1) - PRODUCER_REGISTERS) // self.groups // 8 * 8, 240)
 
     @always_inline
     def row[dtype: DType](self) -> Int:
@@ -256,7 +245,7 @@ def pingpong_kernel[
         if t % Int32(WARPGROUP) == 0:
             _produce[dtype, config](maps.address(), problem, filters, pipeline)
     else:
-        registers_take[config.registers()]()
+        registers_take[consumer_registers(config.groups)]()
         _consume[dtype, out, right, epilogue, config](
             maps.address(), tensors, problem, filters, pipeline, results, boxes, Fragment(t)
         )
@@ -344,8 +333,9 @@ def _consume[
     var order = OrderedSequence(at.group(), GROUPS)
     var pipeline = at_start
     pipeline.advance(UInt32(at.group() * steps))
-    var own_results = results + UInt32(at.group() * boxes * Int32(BOX))
-    var box = Int32(0)
+    var own_boxes = BoxRing[RESULTS](
+        results + UInt32(at.group() * boxes * Int32(BOX)), boxes=boxes, bytes=UInt32(BOX)
+    )
     var sums = Sums[COLUMNS, SUM[dtype]](fill=0)
     for number in tiles.turns(at.group(), GROUPS):
         var tile = schedule.tile(number)
@@ -386,11 +376,7 @@ def _consume[
 
         comptime for part in range(RESULTS):
             comptime column = part * WIDTH
-            var to = own_results + UInt32(box * Int32(BOX))
-            box = box + 1 if box + 1 < boxes else 0
-            if leads:
-                _box_read[RESULTS](boxes)
-            sync_threads(own, UInt32(WARPGROUP))
+            var to = own_boxes.acquire(own, leads)
             finish_rows[out, epilogue, WIDTH, first=column, pitch=BOX, bytes=config.row[out]()](
                 to,
                 at,
@@ -401,21 +387,11 @@ def _consume[
                 problem.filters,
                 norm=norm,
             )
-            fence_async()
-            sync_threads(own, UInt32(WARPGROUP))
+            sync_writes(own)
             if leads:
-                y.store(to, f0 + Int32(column), m0)
-                stores_commit()
+                store_boxes[out, WIDTH, bytes=config.row[out]()](y, to, f0 + Int32(column), m0)
         pipeline.advance(UInt32((GROUPS - 1) * steps))
     stores_read()
-
-
-@always_inline
-def _box_read[most: Int](boxes: Int32):
-    """Waits until the copy engine has read the box whose turn it is, of `most` at most."""
-    comptime for i in range(most):
-        if boxes == Int32(i + 1):
-            stores_read[i]()
 
 
 # The host's side

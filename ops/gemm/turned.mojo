@@ -48,10 +48,9 @@ from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Problem
 from ..hopper.epilogue import EpilogueTensors, finish_byte_columns, finish_columns
 from ..hopper.mma import ROWS, SUM, Matrix, mma
-from ..hopper.pipeline import OrderedSequence, Pipeline, StoringStage
+from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import (
-    fence_async,
     fence_barrier_init,
     stores_commit,
     stores_read,
@@ -59,6 +58,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
+from ..hopper.store import StoringStage, sync_writes
 from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -502,8 +502,7 @@ def _consume[
             finish_columns[dtype, epilogue, config.stored(), 0](
                 result.stage(), at, filled, problem.alpha, bias
             )
-        fence_async()
-        sync_threads(own, UInt32(WARPGROUP))
+        sync_writes(own)
         if leads:
             var first = plan.box.first(problem.conv, tile.row)
             y.store(result.stage(), f0, 0, first.p, first.n)

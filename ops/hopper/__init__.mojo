@@ -8,6 +8,7 @@
     mma          wgmma: matrix descriptors, and products of a stage
     accumulator  which sums a thread holds
     epilogue     how the sums become the result, and leave through shared memory
+    store        how a result leaves through the copy engine, and who may write there again
     direct_store how they leave straight from the registers
     scheduler    which block computes what: persistent blocks, clusters that share a tile
     cluster      how blocks that share a tile add up their sums

@@ -24,7 +24,6 @@ from .accumulator import Fragment, Sums, load_16x16, pair, quad, store_16x16, su
 from .moments import Norm, RowNorm
 from .pipeline import Pipeline
 from .ptx import (
-    fence_async,
     shared_load,
     shared_load2,
     shared_load_float,
@@ -36,6 +35,7 @@ from .ptx import (
     sync_threads,
 )
 from .shared import ROW, WARPGROUP, swizzle
+from .store import sync_writes
 
 
 struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, normed: Bool = False](
@@ -512,6 +512,5 @@ def finish_boxes[
             results[i] = (sums_16x16[i](sums) + widened(results[i])).cast[dtype]()
             store_16x16[k](tiles.stage(), at, results[i])
         tiles.advance(step)
-    fence_async()
-    sync_threads(barrier, UInt32(WARPGROUP))
+    sync_writes(barrier)
     return results^

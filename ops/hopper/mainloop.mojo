@@ -22,9 +22,10 @@ from max.gpu.compute.mma import (
 
 from .accumulator import Fragment, Sums
 from .mma import ROWS, Matrix, mma
-from .pipeline import Pipeline, Storing
+from .pipeline import Pipeline
 from .shared import ROW
 from .pixel_box import PixelBox
+from .store import Storing
 from .window import Steps
 
 

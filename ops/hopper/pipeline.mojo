@@ -15,8 +15,10 @@ A stage may have parts that consumers wait for one by one, such as keys and valu
 CUTLASS calls this PipelineTmaAsync with its PipelineState.
 """
 
+from max.gpu import thread_idx
+
 from .barrier import Barrier
-from .ptx import arrive_threads, stores_read, sync_threads
+from .ptx import arrive_threads, fence_barrier_init, sync_threads
 from .shared import WARPGROUP
 
 
@@ -72,6 +74,32 @@ struct Pipeline(TrivialRegisterPassable):
         self.full, self.empty = barriers, barriers + 8 * UInt32(parts * stages)
         self.index = self.phase = 0
         self.prefetched = 0
+
+    @staticmethod
+    @always_inline
+    def of_block[stages: Int](data: UInt32, *, bytes: Int, consumers: Int, threads: Int) -> Self:
+        """Makes the only ring of a block, its barriers behind its stages, by all threads.
+
+        Parameters:
+            stages: How many stages there are.
+
+        Args:
+            data: Address of the stages.
+            bytes: From a stage to the next.
+            consumers: How many arrivals release a stage.
+            threads: Of the block; they meet.
+
+        Returns:
+            The ring, its barriers prepared.
+        """
+        var ring = Self(
+            data, data + UInt32(stages * bytes), stages=Int32(stages), bytes=UInt32(bytes)
+        )
+        if thread_idx.x == 0:
+            ring.init[stages](consumers=consumers)
+            fence_barrier_init()
+        sync_threads(0, UInt32(threads))
+        return ring
 
     @always_inline
     def init[count: Int = 0](self, *, consumers: Int, producers: Int = 1):
@@ -311,46 +339,6 @@ struct Pipeline(TrivialRegisterPassable):
         Barrier(self.empty + 8 * index).arrive()
 
 
-struct Storing[count: Int](TrivialRegisterPassable):
-    """The stages from which the copy engine still stores a result.
-
-    A consumer's first thread releases them late, under the next tile's first products.
-
-    Parameters:
-        count: How many stages a result takes.
-    """
-
-    var first: UInt32
-    """The first of them, and one more; 0 if there are none."""
-
-    @always_inline
-    def __init__(out self):
-        """Begins with none."""
-        self.first = 0
-
-    @always_inline
-    def begin(mut self, pipeline: Pipeline):
-        """Notes that the next stages will be stored.
-
-        Args:
-            pipeline: Where the consumer is.
-        """
-        self.first = pipeline.index + 1
-
-    @always_inline
-    def release(mut self, pipeline: Pipeline):
-        """Gives the stages back, once the copy engine has read them.
-
-        Args:
-            pipeline: Of the stages.
-        """
-        if self.first != 0:
-            stores_read()
-            comptime for i in range(Self.count):
-                pipeline.release((self.first - 1 + UInt32(i)) % pipeline.stages)
-            self.first = 0
-
-
 struct OrderedSequence(TrivialRegisterPassable):
     """Has consumers take turns, so that one's products run under what the others compute.
 
@@ -387,34 +375,3 @@ struct OrderedSequence(TrivialRegisterPassable):
     def arrive(self):
         """Passes the turn on; all of the consumer's threads call it."""
         arrive_threads(self.next, Self.THREADS)
-
-
-struct StoringStage(TrivialRegisterPassable):
-    """The stage, of any ring, from which the copy engine still stores a result.
-
-    For a consumer that stores a stage at a time: its first thread releases each before the next.
-    """
-
-    var empty: UInt32
-    """Address of the stage's `empty`; 0 if there is none."""
-
-    @always_inline
-    def __init__(out self):
-        """Begins with none."""
-        self.empty = 0
-
-    @always_inline
-    def begin(mut self, pipeline: Pipeline):
-        """Notes that the next stage is being stored.
-
-        Args:
-            pipeline: Where the consumer is.
-        """
-        self.empty = pipeline.empty + 8 * pipeline.index
-
-    @always_inline
-    def release(self):
-        """Gives the stage back, once the copy engine has read it."""
-        if self.empty != 0:
-            stores_read()
-            Barrier(self.empty).arrive()

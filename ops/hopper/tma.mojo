@@ -171,8 +171,8 @@ struct TileLoader(TrivialRegisterPassable):
 struct TileStore(TrivialRegisterPassable):
     """Copies boxes from shared memory into a matrix, or a tensor of rank 3 or 4.
 
-    Writes of other threads to the box need `fence_async` and a barrier before; `stores_commit` and
-    `stores_read` tell when shared memory may be written again. One thread calls it.
+    `sync_writes` comes before it; `stores_commit` and `stores_read` tell when shared memory may be
+    written again (store.mojo). One thread calls it.
     """
 
     var map: UInt64

@@ -42,16 +42,11 @@ from ..hopper.conv import Problem, load_pixels, pixels_map
 from ..hopper.epilogue import EpilogueTensors, finish_columns
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
-from ..hopper.pipeline import Pipeline, Storing
-from ..hopper.ptx import (
-    fence_async,
-    fence_barrier_init,
-    stores_commit,
-    stores_read,
-    sync_threads,
-)
+from ..hopper.pipeline import Pipeline
+from ..hopper.ptx import stores_read, sync_threads
 from ..hopper.scheduler import Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.store import Storing, load_residual, store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..hopper.window import Reads
 from ..launch import launch
@@ -219,18 +214,11 @@ def blocks_kernel[
         pitch: Numbers of a row of `lists`.
     """
     var data = shared_memory["conv2d_blocks"]()
-    var pipeline = Pipeline(
-        data,
-        data + UInt32(config.stages * config.stage()),
-        stages=Int32(config.stages),
-        bytes=UInt32(config.stage()),
+    var pipeline = Pipeline.of_block[config.stages](
+        data, bytes=config.stage(), consumers=config.groups(), threads=config.threads()
     )
-    var t = Int32(thread_idx.x)
-    if t == 0:
-        pipeline.init[config.stages](consumers=config.groups())
-        fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
+    var t = Int32(thread_idx.x)
 
     var tiles = Lists(lists, pitch, problem.schedule)
     var start = problem.schedule.start[config.split]()
@@ -356,7 +344,6 @@ def _produce[
     comptime W_AT = UInt32(config.pixels * ROW)
     comptime COLUMNS = Int32(config.columns)
     comptime PART = config.part[dtype]()
-    comptime BOXES = config.columns // Int(WIDTH)
     var x = TileLoader(maps, 0)
     var w = TileLoader(maps, 1)
     var residual = TileLoader(maps, 3)
@@ -411,19 +398,9 @@ def _produce[
         steps = schedule.share[config.split](start, tile.count)
         next = tile.steps[unsafe_offset=Int(steps.begin)]
         comptime for part in range(config.parts[dtype]()):
-            pipeline.acquire()
-            comptime if epilogue.joins:
-                pipeline.expect(UInt32(BOXES * PART * ROW))
-                comptime for j in range(BOXES):
-                    residual.load(
-                        pipeline.stage() + UInt32(j * PART * ROW),
-                        pipeline.barrier(),
-                        f0 + Int32(j) * WIDTH,
-                        m0 + Int32(part * PART),
-                    )
-            else:
-                pipeline.commit()
-            pipeline.advance()
+            load_residual[dtype, config.columns, joins=epilogue.joins, rows=PART](
+                pipeline, residual, f0, m0 + Int32(part * PART)
+            )
 
 
 @always_inline
@@ -440,12 +417,10 @@ def _consume[
     at: Fragment,
 ):
     """Multiplies the stages of the tiles; finishes a tile, or leaves its sums in shared memory."""
-    comptime WIDTH = ROW // size_of[dtype]()
     comptime W_AT = UInt32(config.pixels * ROW)
     comptime PARTS = config.parts[dtype]()
     comptime PART = config.part[dtype]()
-    comptime BOX = UInt32(PART * ROW)
-    comptime BOXES = ROWS // WIDTH
+    comptime RESULT = PART * ROWS * size_of[dtype]()
     var group = UInt32(at.group())
     var leads = at.leads()
     var y = TileStore(maps, 2)
@@ -482,18 +457,12 @@ def _consume[
         storing.begin(pipeline)
         comptime for part in range(PARTS):
             pipeline.wait()
-            var to = pipeline.stage() + group * UInt32(BOXES) * BOX
+            var to = pipeline.stage() + group * UInt32(RESULT)
             finish_columns[dtype, epilogue, PART, part * PART](to, at, sums, problem.alpha, bias)
-            fence_async()
-            sync_threads(group + 1, UInt32(WARPGROUP))
+            sync_writes(group + 1)
             if leads:
-                comptime for j in range(BOXES):
-                    y.store(
-                        to + UInt32(j) * BOX,
-                        f0 + Int32(j * WIDTH),
-                        tile.row * Int32(config.pixels) + Int32(part * PART),
-                    )
-                stores_commit()
+                var m = tile.row * Int32(config.pixels) + Int32(part * PART)
+                store_boxes[dtype, ROWS, rows=PART](y, to, f0, m)
             pipeline.advance()
     stores_read()
 

@@ -47,18 +47,17 @@ from ..hopper.accumulator import Fragment
 from ..hopper.conv import Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import EpilogueTensors, finish_columns
 from ..hopper.mma import ROWS, Matrix, hold, mma_sparse
-from ..hopper.pipeline import Pipeline, Storing
+from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
-    fence_async,
     fence_barrier_init,
     load_bytes,
     shared_load,
     shared_load4,
-    stores_commit,
     stores_read,
     sync_threads,
 )
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
+from ..hopper.store import Storing, store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -489,16 +488,13 @@ def _consume[
             comptime if config.shares:
                 sync_threads(group + 1, UInt32(WARPGROUP))
                 _store[dtype, PART](tensors, problem, layout, to, m, f0, at)
-                fence_async()
-                sync_threads(group + 1, UInt32(WARPGROUP))
+                sync_writes(group + 1)
                 if leads:
                     windows.release()
             else:
-                fence_async()
-                sync_threads(group + 1, UInt32(WARPGROUP))
+                sync_writes(group + 1)
                 if leads and m < problem.rows_of(0):
-                    y.store(to, f0, m)
-                    stores_commit()
+                    store_boxes[dtype, ROWS, rows=PART](y, to, f0, m)
             windows.advance()
     stores_read()
 

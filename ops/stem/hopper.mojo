@@ -66,6 +66,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
+from ..hopper.store import store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -720,11 +721,10 @@ def _consume[
             most = _largest_of(above, most)
             var to = storage.data + result * UInt32(RESULT) + place
             _pool(most, to, left, first)
-            fence_async()
             # The copy engine has read the place of the next row, which is that of the row before last.
             if leads:
                 stores_read[1]()
-            sync_threads(1, UInt32(WARPGROUP))
+            sync_writes(1)
             if leads:
                 var row = strip.n * sizes.out_p + r
                 y.store(storage.data + result * UInt32(RESULT), 0, row * Int32(POOLED))
@@ -742,11 +742,10 @@ def _consume[
         var z = follower.start[dtype]()
         wgmma_wait_group_sync[0]()
         follower.finish[dtype](z)
-        fence_async()
-        sync_threads(1, UInt32(WARPGROUP))
+        sync_writes(1)
         if leads:
-            TileStore(maps, 1).store(follower.result(), 0, (strips.end - 1) * Int32(POOLED))
-            stores_commit()
+            var last = (strips.end - 1) * Int32(POOLED)
+            store_boxes[dtype, FILTERS, rows=POOLED](TileStore(maps, 1), follower.result(), 0, last)
     if leads:
         stores_read()
 

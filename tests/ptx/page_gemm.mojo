@@ -19,15 +19,10 @@ from ops.hopper.accumulator import Fragment, Sums
 from ops.hopper.epilogue import EpilogueTensors, finish_rows
 from ops.hopper.mma import SUM, Matrix, mma
 from ops.hopper.pipeline import Pipeline
-from ops.hopper.ptx import (
-    fence_async,
-    fence_barrier_init,
-    stores_commit,
-    stores_read,
-    sync_threads,
-)
+from ops.hopper.ptx import stores_read
 from ops.hopper.scheduler import TileScheduler
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ops.hopper.store import store_boxes, sync_writes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ops.launch import launch
 from ops.operands import F32, Data
@@ -58,15 +53,10 @@ def gemm_kernel[
     columns: Int32,
 ):
     """Computes tiles; the maps are of x[M, K], w[F, K] and y[M, F]."""
-    var data = shared_memory["page_gemm"]()
-    var pipeline = Pipeline(
-        data, data + STAGES * 2 * HALF, stages=STAGES, bytes=2 * HALF
-    )
     var t = Int32(thread_idx.x)
-    if t == 0:
-        pipeline.init(consumers=1)
-        fence_barrier_init()
-    sync_threads(0, THREADS)
+    var pipeline = Pipeline.of_block[STAGES](
+        shared_memory["page_gemm"](), bytes=2 * HALF, consumers=1, threads=THREADS
+    )
     launch_dependent_grids()
     if t == Int32(WARPGROUP):
         produce[dtype](maps.address(), schedule, steps, pipeline)
@@ -133,14 +123,9 @@ def consume[
         finish_rows[out, epilogue, TILE, pitch=HALF](
             pipeline.stage(), at, sums, 1, tensors, tile.column * TILE, columns
         )
-        fence_async()
-        sync_threads(1, WARPGROUP)
+        sync_writes(1)
         if at.leads():
-            comptime for box in range(TILE * size_of[out]() // ROW):
-                comptime WIDTH = ROW // size_of[out]()
-                var f0 = tile.column * TILE + Int32(box * WIDTH)
-                y.store(pipeline.stage() + UInt32(box * HALF), f0, tile.row * TILE)
-            stores_commit()
+            store_boxes[out, TILE](y, pipeline.stage(), tile.column * TILE, tile.row * TILE)
             stores_read()
             pipeline.release()
         pipeline.advance()

@@ -13,9 +13,10 @@ from ops.hopper.cluster import PAD, leave_columns, leave_rows, reduce_cluster
 from ops.hopper.epilogue import EpilogueTensors, finish_columns
 from ops.hopper.mma import Matrix, mma
 from ops.hopper.pipeline import Pipeline
-from ops.hopper.ptx import fence_async, fence_barrier_init, stores_commit, stores_read, sync_threads
+from ops.hopper.ptx import fence_barrier_init, stores_read, sync_threads
 from ops.hopper.scheduler import TileScheduler
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ops.hopper.store import store_boxes, sync_writes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore
 from ops.operands import F32, Data
 from std.sys import size_of
@@ -82,14 +83,9 @@ def columns_kernel[dtype: DType](maps: TensorMaps[4], tensors: EpilogueTensors[d
     )
     var to = stage.stage() + 2 * BOX
     finish_columns[dtype, Epilogue("add_relu"), 64, 0](to, at, sums, 2, bias)
-    fence_async()
-    sync_threads(1, WARPGROUP)
+    sync_writes(1)
     if at.leads():
-        comptime for i in range(BOXES):
-            TileStore(maps.address(), 3).store(
-                to + UInt32(i * BOX), Int32(i * ROW // size_of[dtype]()), 0
-            )
-        stores_commit()
+        store_boxes[dtype, 64](TileStore(maps.address(), 3), to, 0, 0)
         stores_read()
 
 
