@@ -255,7 +255,7 @@ def to_tf32[dtype: DType](v: SIMD[U32, 4]) -> SIMD[U32, 4]:
 @always_inline
 def _copy[dtype: DType](to: Shared[dtype], source: Data[dtype], inside: Bool):
     """Starts copying 16 bytes into shared memory, or zeros."""
-    copy_async[hint=".L2::128B"](to, source, Int32(16 if inside else 0))
+    copy_async[hint=".L2::128B"](to, source, inside)
 
 
 @always_inline
