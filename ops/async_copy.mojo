@@ -8,8 +8,8 @@ from .operands import Data, Shared
 @always_inline
 def copy_async[
     dtype: DType, //, bytes: Int = 16, hint: StaticString = ""
-](to: Shared[dtype], source: Data[dtype], count: Int32):
-    """Starts copying; what follows the bytes that are there is filled with zeros.
+](to: Shared[dtype], source: Data[dtype], inside: Bool):
+    """Starts copying, or writes zeros.
 
     Parameters:
         dtype: Of the elements.
@@ -19,14 +19,14 @@ def copy_async[
     Args:
         to: Where to, aligned to the bytes.
         source: Where from, alike.
-        count: Bytes that are there.
+        inside: Whether there is anything to copy; else nothing is read.
     """
     comptime cache = "cg" if bytes == 16 else "ca"
     inlined_assembly[
         "cp.async." + cache + ".shared.global" + hint + " [$0], [$1], " + String(bytes) + ", $2;",
         NoneType,
         constraints="r,l,r,~{memory}",
-    ](UInt32(Int(to)), source, count)
+    ](UInt32(Int(to)), source, Int32(bytes if inside else 0))
 
 
 @always_inline

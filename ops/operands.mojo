@@ -18,6 +18,8 @@ comptime BF16 = DType.bfloat16
 """Half as wide, with as many bits of exponent."""
 comptime I64 = DType.int64
 """What counters are."""
+comptime U32 = DType.uint32
+"""What registers are, whatever numbers they hold."""
 
 comptime ON_CPU[dtype: DType] = dtype == F32 or dtype == BF16
 """Whether the kernels of a CPU take a dtype; many take float64 too (`CHECKED`).

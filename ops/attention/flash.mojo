@@ -20,29 +20,28 @@ the tensor cores where S is large, by memory where it is small; docs/kernels.md 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
-from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, exp2
 from std.utils import StaticTuple
-from std.utils.numerics import neg_inf
 
 from ..async_copy import commit_copies, wait_copies
 from ..device import Device
-from ..hopper.accumulator import Fragment
-from ..hopper.ptx import mma_sync, packed
+from ..hopper.accumulator import Fragment, Sums
 from ..launch import launch
-from ..operands import F32, Data, Shared, dtypes
-from .config import LOG2_E, LOWEST, Attention, affine
+from ..operands import F32, U32, Data, Shared, dtypes
+from ..rows import over_lanes
+from ..swizzle import chunk_place
+from .config import LOG2_E, Attention, affine
 from .mask import Mask, MaskSizes, MaskTensors
+from .softmax import Softmax, mask_keys, reciprocal, rescale
 from .tile_mask import BiasPairs, TileMask
 from .tiles import (
-    U32,
-    chunk_bytes,
-    chunk_place,
+    add_scores,
+    add_values,
     copy_chunk,
-    matrices,
+    four,
+    left_side,
     padded,
-    reciprocal,
     store_rows,
 )
 
@@ -242,104 +241,41 @@ def _attend[
     v: Shared[dtype],
     first_key: Int32,
     left: Int32,
-    scale_all: Float32,
+    scale: Float32,
     masks: Array[TileMask[dtype, mask, tile_keys], rows],
     q: Array[SIMD[U32, 4], rows * depth // 16],
-    mut acc: Array[SIMD[F32, 4], rows * (depth // 8)],
-    mut top: Array[Float32, 2 * rows],
-    mut sum: Array[Float32, 2 * rows],
+    mut acc: Array[Sums[depth], rows],
+    mut softmax: Array[Softmax, rows],
 ):
-    """Attends to `keys` keys, of which `left` are there; the accumulators stand for top and sum."""
-    comptime TILES = keys // 8
-    comptime OUT = depth // 8
-    var lane = Int32(thread_idx.x) & 31
-    var quad = lane & 3
-    var scale = Float32(1) if mask.bias else scale_all
+    """Attends to `keys` keys, of which `left` are there; the accumulators stand for the softmax."""
     var bias = Array[BiasPairs[tile_keys], rows](uninitialized=True)
     comptime if mask.bias:
         comptime for r in range(rows):
             bias[r] = masks[r].load_bias(first_key)
 
-    var score = Array[SIMD[F32, 4], rows * TILES](fill=0)
+    var scores = Array[Sums[keys], rows](fill=Sums[keys](fill=0))
     comptime for half in range(depth // 32):
-        var at = UInt32(Int(k)) + chunk_bytes[depth](lane & 7, Int32(4 * half) + (lane >> 3))
-        comptime for tile in range(TILES):
-            var b = matrices[tile * 16 * depth](at)
-            comptime for r in range(rows):
-                comptime s = r * TILES + tile
-                comptime a = (r * (depth // 32) + half) * 2
-                score[s] = mma_sync[dtype](q[a], SIMD[U32, 2](b[0], b[1]), score[s])
-                score[s] = mma_sync[dtype](q[a + 1], SIMD[U32, 2](b[2], b[3]), score[s])
-    comptime if mask.some():
-        comptime assert keys == tile_keys, "attention: masks are of whole tiles"
-        comptime for r in range(rows):
-            var part = StaticTuple[Float32, tile_keys // 2](fill=0)
-            comptime for i in range(tile_keys // 2):
-                part[i] = score[r * TILES + i // 4][i % 4]
-            masks[r].apply(part, bias[r], first_key, scale_all)
-            comptime for i in range(tile_keys // 2):
-                score[r * TILES + i // 4][i % 4] = part[i]
-    comptime if masked:
-        comptime for tile in range(TILES):
-            comptime for i in range(2):
-                if Int32(8 * tile + i) + 2 * quad >= left:
-                    comptime for r in range(rows):
-                        score[r * TILES + tile][i] = neg_inf[F32]()
-                        score[r * TILES + tile][i + 2] = neg_inf[F32]()
-
+        add_scores[depth, half, 2 * rows * half](q, k, scores)
     comptime for r in range(rows):
-        comptime for h in range(2):
-            var highest = top[2 * r + h]
-            comptime for tile in range(TILES):
-                ref s = score[r * TILES + tile]
-                highest = max(highest, max(s[2 * h], s[2 * h + 1]))
-            highest = max(highest, warp.shuffle_xor(highest, 1))
-            highest = max(highest, warp.shuffle_xor(highest, 2))
-            var shift = highest * scale
-            var factor = exp2(top[2 * r + h].fma(scale, -shift))
-            top[2 * r + h] = highest
-            var total = sum[2 * r + h] * factor
-            comptime for tile in range(TILES):
-                comptime for i in range(2):
-                    var p = exp2(score[r * TILES + tile][2 * h + i].fma(scale, -shift))
-                    score[r * TILES + tile][2 * h + i] = p
-                    total += p
-            sum[2 * r + h] = total
-            comptime for column in range(OUT):
-                acc[r * OUT + column][2 * h] *= factor
-                acc[r * OUT + column][2 * h + 1] *= factor
-
-    comptime for step in range(keys // 16):
-        var p = Array[SIMD[U32, 4], rows](uninitialized=True)
-        comptime for r in range(rows):
-            ref low = score[r * TILES + 2 * step]
-            ref high = score[r * TILES + 2 * step + 1]
-            p[r] = SIMD[U32, 4](
-                packed[dtype](low[0], low[1]),
-                packed[dtype](low[2], low[3]),
-                packed[dtype](high[0], high[1]),
-                packed[dtype](high[2], high[3]),
-            )
-        comptime for pair in range(OUT // 2):
-            var at = UInt32(Int(v)) + chunk_bytes[depth](lane & 15, Int32(2 * pair) + (lane >> 4))
-            var b = matrices[step * 32 * depth, transpose=True](at)
-            comptime for r in range(rows):
-                comptime o = r * OUT + 2 * pair
-                acc[o] = mma_sync[dtype](p[r], SIMD[U32, 2](b[0], b[1]), acc[o])
-                acc[o + 1] = mma_sync[dtype](p[r], SIMD[U32, 2](b[2], b[3]), acc[o + 1])
+        comptime if mask.some():
+            masks[r].apply(scores[r], bias[r], first_key, scale)
+        comptime if masked:
+            mask_keys(scores[r], Fragment(lane=Int32(thread_idx.x) & 31).column(), left)
+    comptime for r in range(rows):
+        rescale(acc[r], softmax[r].update(scores[r]))
+    add_values[depth](scores, v, acc)
 
 
 @always_inline
 def _first_queries[
     dtype: DType, depth: Int, rows: Int
 ](shared: Shared[dtype], first: Int32) -> Array[SIMD[U32, 4], rows * depth // 16]:
-    """Reads the queries of a warp from shared memory."""
-    var lane = Int32(thread_idx.x) & 31
+    """Reads the queries of a warp from shared memory: 32 channels of all, then the next 32."""
     var q = Array[SIMD[U32, 4], rows * depth // 16](uninitialized=True)
     comptime for r in range(rows):
         comptime for step in range(depth // 16):
-            var at = chunk_bytes[depth](first + (lane & 15), Int32(2 * step) + (lane >> 4))
-            q[r * (depth // 16) + step] = matrices[r * 32 * depth](UInt32(Int(shared)) + at)
+            comptime i = 2 * (step // 2 * rows + r) + step % 2
+            q[i] = left_side[depth, step, 16 * r](shared, first)
     return q^
 
 
@@ -349,10 +285,8 @@ def _combine[
 ](
     shared: Shared[F32],
     split: Int32,
-    scale: Float32,
-    mut acc: Array[SIMD[F32, 4], rows * (depth // 8)],
-    mut top: Array[Float32, 2 * rows],
-    mut sum: Array[Float32, 2 * rows],
+    mut acc: Array[Sums[depth], rows],
+    mut softmax: Array[Softmax, rows],
 ):
     """Adds up in the first of the splits what each got from its part of the keys."""
     comptime OUT = depth // 8
@@ -364,11 +298,9 @@ def _combine[
     if split > 0:
         var mine = left.unsafe_offset(Int(split - 1) * EACH)
         comptime for r in range(rows):
-            mine.unsafe_store[alignment=16](
-                r * 128, SIMD[F32, 4](top[2 * r], top[2 * r + 1], sum[2 * r], sum[2 * r + 1])
-            )
+            mine.unsafe_store[alignment=16](r * 128, softmax[r].highest.join(softmax[r].sum))
         comptime for i in range(rows * OUT):
-            mine.unsafe_store[alignment=16]((rows + i) * 128, acc[i])
+            mine.unsafe_store[alignment=16]((rows + i) * 128, four[i % OUT](acc[i // OUT]))
     barrier()
     if split > 0:
         return
@@ -377,20 +309,20 @@ def _combine[
         comptime for r in range(rows):
             var state = theirs.unsafe_load[width=4, alignment=16](r * 128)
             var factors = SIMD[F32, 4](0)
+            ref mine = softmax[r]
             comptime for h in range(2):
-                var highest = max(top[2 * r + h], state[h])
-                factors[h] = exp2((top[2 * r + h] - highest) * scale)
-                factors[2 + h] = exp2((state[h] - highest) * scale)
-                top[2 * r + h] = highest
-                sum[2 * r + h] = sum[2 * r + h] * factors[h] + state[2 + h] * factors[2 + h]
+                var highest = max(mine.highest[h], state[h])
+                factors[h] = exp2((mine.highest[h] - highest) * mine.scale)
+                factors[2 + h] = exp2((state[h] - highest) * mine.scale)
+                mine.highest[h] = highest
+                mine.sum[h] = mine.sum[h] * factors[h] + state[2 + h] * factors[2 + h]
             comptime for column in range(OUT):
                 var part = theirs.unsafe_load[width=4, alignment=16](
                     (rows + r * OUT + column) * 128
                 )
                 comptime for i in range(4):
-                    acc[r * OUT + column][i] = (
-                        acc[r * OUT + column][i] * factors[i // 2] + part[i] * factors[2 + i // 2]
-                    )
+                    comptime j = 4 * column + i
+                    acc[r][j] = acc[r][j] * factors[i // 2] + part[i] * factors[2 + i // 2]
 
 
 @__name(t"attention_flash_{mask.label()}{head}_{rows}x{splits}_{dtypes[dtype, out]()}")
@@ -436,6 +368,7 @@ def flash_kernel[
     var warp_index = Int32(thread_idx.x) >> 5
     var group = warp_index // Int32(splits)
     var split = warp_index - group * Int32(splits)
+    var at = Fragment(lane=Int32(thread_idx.x) & 31)
     var tiles = ceildiv(o.s, Int32(TILE))
     var scale = o.scale * LOG2_E
 
@@ -452,20 +385,18 @@ def flash_kernel[
         var first = place.block * Int32(QUERIES) + group * Int32(16 * rows)
         var mine = stages.unsafe_offset(STAGES * STAGE + Int(slot) * (QUERIES * depth))
         var q = Array[SIMD[U32, 4], rows * depth // 16](fill=0)
-        var acc = Array[SIMD[F32, 4], rows * (depth // 8)](fill=0)
-        var top = Array[Float32, 2 * rows](fill=LOWEST)
-        var sum = Array[Float32, 2 * rows](fill=0)
+        var acc = Array[Sums[depth], rows](fill=Sums[depth](fill=0))
+        var softmax = Array[Softmax, rows](fill=Softmax(1 if mask.bias else scale))
         var masks = Array[TileMask[dtype, mask, KEYS], rows](uninitialized=True)
         comptime if mask.some():
             comptime for r in range(rows):
-                var lane = Int32(thread_idx.x) & 31
                 masks[r] = TileMask[dtype, mask, KEYS](
                     tensors,
                     sizes,
-                    Fragment(lane=lane),
+                    at,
                     n=place.n,
                     head=place.head,
-                    query=first + Int32(16 * r) + (lane >> 2),
+                    query=first + Int32(16 * r) + at.row(),
                     t=o.t,
                     s=o.s,
                 )
@@ -487,46 +418,39 @@ def flash_kernel[
                     continue
             if left >= Int32(KEYS):
                 _attend[depth, rows, KEYS, False](
-                    keys, values, key, left, scale, masks, q, acc, top, sum
+                    keys, values, key, left, scale, masks, q, acc, softmax
                 )
             elif left > SHORT:
                 _attend[depth, rows, KEYS, True](
-                    keys, values, key, left, scale, masks, q, acc, top, sum
+                    keys, values, key, left, scale, masks, q, acc, softmax
                 )
             elif left > 0:
                 comptime if not mask.some():
                     _attend[depth, rows, 16, True](
-                        keys, values, key, left, scale, masks, q, acc, top, sum
+                        keys, values, key, left, scale, masks, q, acc, softmax
                     )
         slot = 0 if slot == STAGES - 1 else slot + 1
 
-        comptime for i in range(2 * rows):
-            sum[i] += warp.shuffle_xor(sum[i], 1)
-            sum[i] += warp.shuffle_xor(sum[i], 2)
+        comptime for r in range(rows):
+            comptime for h in range(2):
+                softmax[r].sum[h] = over_lanes[4](softmax[r].sum[h])
         comptime if splits > 1:
             # Such a block has one item, so the stages are free.
-            _combine[depth, rows, splits](
-                stages.unsafe_bitcast[Float32](),
-                split,
-                Float32(1) if mask.bias else scale,
-                acc,
-                top,
-                sum,
-            )
+            _combine[depth, rows, splits](stages.unsafe_bitcast[Float32](), split, acc, softmax)
         comptime if mask.logsumexp:
-            if split == 0 and first < o.t and Int32(thread_idx.x) & 3 == 0:
-                var row = first + ((Int32(thread_idx.x) & 31) >> 2)
-                var at = Int(place.n * o.heads + place.head) * Int(o.t) + Int(row)
+            if split == 0 and first < o.t and at.column() == 0:
+                var row = first + at.row()
+                var to = Int(place.n * o.heads + place.head) * Int(o.t) + Int(row)
                 comptime for i in range(2 * rows):
                     if row + Int32(8 * i) < o.t:
-                        var highest = top[i] if mask.bias else top[i] * scale
-                        tensors.keep(at + 8 * i, highest, sum[i])
+                        ref of = softmax[i // 2]
+                        tensors.keep(to + 8 * i, of.highest[i % 2] * of.scale, of.sum[i % 2])
         if split == 0 and first < o.t:
             var channel = Int(place.head * Int32(head))
             var result = affine(o.result)
             var factor = Array[Float32, 2 * rows](uninitialized=True)
             comptime for i in range(2 * rows):
-                factor[i] = reciprocal(sum[i] * result.scale)
+                factor[i] = reciprocal(softmax[i // 2].sum[i % 2] * result.scale)
             store_rows[dtype, depth, head, rows](
                 o.y.unsafe_offset(Int(place.n * o.t + first) * Int(o.c) + channel),
                 o.t - first,

@@ -66,7 +66,7 @@ from ..operands import F32, Data, Operands, dtypes
 from ..rows import over_lanes
 from .config import LOG2_E, Attention, Standing, affine
 from .mask import Mask, MaskSizes, MaskTensors
-from .softmax import Softmax, mask_keys, rounded
+from .softmax import Softmax, mask_keys, rescale, rounded
 from .tile_mask import TileMask
 
 
@@ -706,7 +706,7 @@ def _consume[
             if leads and i > 0:
                 pipeline.release(before)
             before = values.index
-            _rescale(sums, factor)
+            rescale(sums, factor)
             var p = rounded[dtype](scores)
             order.wait()
             wgmma_fence_aligned()
@@ -740,7 +740,7 @@ def _consume[
         sums = settled(sums)
         if leads and key_tiles > 1:
             pipeline.release(before)
-        _rescale(sums, factor)
+        rescale(sums, factor)
         var p = rounded[dtype](scores)
         wgmma_fence_aligned()
         sums = mma_registers[dtype, turned=True](p, _columns[config](values.stage()), sums)
@@ -812,7 +812,7 @@ def _multiply_result[
     The result, scaled and rounded, is the left side as it lies in the registers.
     """
     var result = sums
-    _rescale(result, scale)
+    rescale(result, scale)
     var left = rounded[dtype](result)
     var total = bias_of_columns[config.depth](bias.unsafe_offset(Int(at.column())))
     var weights = _weights[config](data)
@@ -888,13 +888,6 @@ def _skip_keys[
         if i > 0:
             order.wait()
             order.arrive()
-
-
-@always_inline
-def _rescale[count: Int, //](mut sums: StaticTuple[Float32, count], factor: SIMD[F32, 2]):
-    """Multiplies the rows' sums."""
-    comptime for i in range(count):
-        sums[i] *= factor[i // 2 % 2]
 
 
 @always_inline

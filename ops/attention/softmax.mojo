@@ -1,20 +1,20 @@
-"""From scores to sums of values, in registers: what Hopper's attention kernels do with a tile of keys.
+"""From scores to sums of values, in registers: what attention kernels do with a tile of keys.
 
-Scores lie where wgmma leaves them (hopper/accumulator.mojo): a thread has some of two rows. Their
+Scores lie where wgmma and mma.sync leave them (hopper/accumulator.mojo): a thread has some of two rows. Their
 probabilities, rounded, are the left side of the product with the values.
 """
 
 from max.gpu.primitives import warp
 from std.math import exp2
+from std.sys import inlined_assembly
 from std.utils.numerics import neg_inf
 from std.utils.static_tuple import StaticTuple
 
 from ..hopper.accumulator import pair
 from ..hopper.ptx import packed
-from ..operands import F32
+from ..operands import F32, U32
 from ..rows import over_lanes
 from .config import LOWEST
-from .tiles import U32, reciprocal
 
 
 struct Softmax(TrivialRegisterPassable):
@@ -88,6 +88,36 @@ struct Softmax(TrivialRegisterPassable):
             reciprocal(over_lanes[4](self.sum[0]) * scale),
             reciprocal(over_lanes[4](self.sum[1]) * scale),
         )
+
+
+@always_inline
+def rescale[count: Int, //](mut sums: StaticTuple[Float32, count], factor: SIMD[F32, 2]):
+    """Multiplies a thread's sums of two rows.
+
+    Parameters:
+        count: Sums of the thread.
+
+    Args:
+        sums: Of the thread.
+        factor: Of each row.
+    """
+    comptime for i in range(count):
+        sums[i] *= factor[i // 2 % 2]
+
+
+@always_inline
+def reciprocal(x: Float32) -> Float32:
+    """Computes 1 / x to an ulp.
+
+    Args:
+        x: A number.
+
+    Returns:
+        Its reciprocal.
+    """
+    return inlined_assembly[
+        "rcp.approx.ftz.f32 $0, $1;", Float32, constraints="=f,f", has_side_effect=False
+    ](x)
 
 
 @always_inline

@@ -101,9 +101,11 @@ struct TileMask[dtype: DType, mask: Mask, keys: Int](TrivialRegisterPassable):
         return pairs
 
     @always_inline
-    def apply(
+    def apply[
+        count: Int, //
+    ](
         self,
-        mut scores: StaticTuple[Float32, Self.keys // 2],
+        mut scores: StaticTuple[Float32, count],
         bias: BiasPairs[Self.keys],
         first: Int32,
         scale: Float32,
@@ -112,12 +114,16 @@ struct TileMask[dtype: DType, mask: Mask, keys: Int](TrivialRegisterPassable):
 
         With a bias the scores are scaled, for powers of two, and are not to be scaled again.
 
+        Parameters:
+            count: Scores of the thread: of half as many keys, those of a tile.
+
         Args:
             scores: Of the thread.
             bias: What `load_bias` has read.
             first: The tile's first key.
             scale: Scales the scores, for powers of two.
         """
+        comptime assert 2 * count == Self.keys, "attention: masks are of whole tiles"
         comptime if Self.mask.bias:
             comptime for j in range(Self.keys // 8):
                 comptime for half in range(2):

@@ -7,14 +7,14 @@ from max.gpu import thread_idx
 from max.gpu.sync import syncwarp
 from std.math import ceildiv
 from std.memory import bitcast
-from std.sys import _RegisterPackType, inlined_assembly, size_of
+from std.sys import size_of
+from std.utils.static_tuple import StaticTuple
 
 from ..async_copy import copy_async
-from ..hopper.ptx import packed
-from ..operands import F32, Data, Shared, stored
-
-comptime U32 = DType.uint32
-"""A register: two neighbours of a half type."""
+from ..hopper.accumulator import Fragment, Sums, pair
+from ..hopper.ptx import mma_sync, packed, shared_load_matrices
+from ..operands import F32, U32, Data, Shared, stored
+from ..swizzle import chunk_place
 
 
 def padded(head: Int) -> Int:
@@ -46,7 +46,7 @@ def copy_chunk[
         inside: Whether the row is there.
     """
     comptime if head == padded(head):
-        copy_async(to, source, Int32(16 if inside else 0))
+        copy_async(to, source, inside)
     else:
         comptime BYTES = 16 if head % 8 == 0 else 8
         comptime EACH = BYTES // 2
@@ -56,29 +56,8 @@ def copy_chunk[
             copy_async[BYTES](
                 to.unsafe_offset(i * EACH),
                 source.unsafe_offset(i * EACH if there else -Int(chunk * 8)),
-                Int32(BYTES if there else 0),
+                there,
             )
-
-
-@always_inline
-def chunk_place[depth: Int](row: Int32, chunk: Int32) -> Int:
-    """Places 8 channels of a row: those of 8 rows, accessed at a time, lie in different banks.
-
-    Parameters:
-        depth: Channels of a row, a multiple of 32.
-
-    Args:
-        row: The row.
-        chunk: Which eight.
-
-    Returns:
-        Numbers before them.
-    """
-    comptime CHUNKS = Int32(depth // 8)
-    comptime if depth % 64 == 0:
-        return Int((row * CHUNKS + (chunk ^ (row & 7))) * 8)
-    else:
-        return Int((row * CHUNKS + (chunk ^ ((row >> 1) & 3))) * 8)
 
 
 @always_inline
@@ -99,48 +78,115 @@ def chunk_bytes[depth: Int](row: Int32, chunk: Int32) -> UInt32:
 
 
 @always_inline
-def matrices[offset: Int, transpose: Bool = False](at: UInt32) -> SIMD[U32, 4]:
-    """Loads four 8 x 8 matrices, a row of which lies `offset` bytes from each lane's address on.
-
-    The offset is part of the instruction, so that all loads of a tile share a few addresses.
+def left_side[
+    dtype: DType, //, depth: Int, step: Int, row: Int = 0
+](rows: Shared[dtype], first: Int32) -> SIMD[U32, 4]:
+    """Reads 16 channels of 16 rows, as the left side of a product.
 
     Parameters:
-        offset: Bytes.
-        transpose: Whether each matrix is turned over.
+        dtype: Either bfloat16 or float16.
+        depth: Channels of a row.
+        step: Which sixteen channels.
+        row: Rows from the first to these, a multiple of 16.
 
     Args:
-        at: The lane's address.
+        rows: Rows in shared memory.
+        first: The first of them.
 
     Returns:
-        A register of each matrix.
+        This thread's part.
     """
-    comptime kind = ".trans" if transpose else ""
-    var r = inlined_assembly[
-        "ldmatrix.sync.aligned.m8n8.x4"
-        + kind
-        + ".shared.b16 {$0, $1, $2, $3}, [$4 + "
-        + String(offset)
-        + "];",
-        _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
-        constraints="=r,=r,=r,=r,r,~{memory}",
-        has_side_effect=True,
-    ](at)
-    return SIMD[U32, 4](r[0], r[1], r[2], r[3])
+    var lane = Int32(thread_idx.x) & 31
+    var at = chunk_bytes[depth](first + (lane & 15), Int32(2 * step) + (lane >> 4))
+    return shared_load_matrices[offset=2 * depth * row](UInt32(Int(rows)) + at)
 
 
 @always_inline
-def reciprocal(x: Float32) -> Float32:
-    """Computes 1 / x to an ulp.
+def four[count: Int, //, j: Int](sums: StaticTuple[Float32, count]) -> SIMD[F32, 4]:
+    """Takes the sums of eight columns, as `mma_sync` has them.
+
+    Parameters:
+        count: Sums of the thread.
+        j: Which eight columns.
 
     Args:
-        x: A number.
+        sums: Of the thread.
 
     Returns:
-        Its reciprocal.
+        Two of the thread's first row, and two of the other.
     """
-    return inlined_assembly[
-        "rcp.approx.ftz.f32 $0, $1;", Float32, constraints="=f,f", has_side_effect=False
-    ](x)
+    return SIMD[F32, 4](sums[4 * j], sums[4 * j + 1], sums[4 * j + 2], sums[4 * j + 3])
+
+
+@always_inline
+def _add[
+    count: Int, //, dtype: DType, j: Int
+](mut sums: StaticTuple[Float32, count], a: SIMD[U32, 4], b: SIMD[U32, 2]):
+    """Adds a product to the sums of eight columns."""
+    var sum = mma_sync[dtype](a, b, four[j](sums))
+    comptime for i in range(4):
+        sums[4 * j + i] = sum[i]
+
+
+@always_inline
+def add_scores[
+    dtype: DType, columns: Int, rows: Int, size: Int, //, depth: Int, half: Int, first: Int
+](left: Array[SIMD[U32, 4], size], tile: Shared[dtype], mut scores: Array[Sums[columns], rows]):
+    """Adds the products of 32 channels of a warp's rows and of a tile's: left tile^T.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        columns: Rows of the tile.
+        rows: The warp's rows, in units of 16.
+        size: Of `left`.
+        depth: Channels of a row.
+        half: Which 32 channels.
+        first: Where `left` has them, a `left_side` of 16 channels after the other.
+
+    Args:
+        left: The warp's rows.
+        tile: Rows in shared memory.
+        scores: What the products are added to.
+    """
+    var lane = Int32(thread_idx.x) & 31
+    var at = UInt32(Int(tile)) + chunk_bytes[depth](lane & 7, Int32(4 * half) + (lane >> 3))
+    comptime for j in range(columns // 8):
+        var b = shared_load_matrices[offset=j * 16 * depth](at)
+        comptime for r in range(rows):
+            _add[dtype, j](scores[r], left[first + 2 * r], b.slice[2]())
+            _add[dtype, j](scores[r], left[first + 2 * r + 1], b.slice[2, offset=2]())
+
+
+@always_inline
+def add_values[
+    dtype: DType, columns: Int, rows: Int, //, depth: Int
+](left: Array[Sums[columns], rows], tile: Shared[dtype], mut sums: Array[Sums[depth], rows]):
+    """Adds the products of a warp's numbers for a tile's rows, rounded, and those rows: left tile.
+
+    Parameters:
+        dtype: Either bfloat16 or float16.
+        columns: Rows of the tile.
+        rows: The warp's rows, in units of 16.
+        depth: Channels of a row.
+
+    Args:
+        left: The numbers, such as probabilities.
+        tile: Rows in shared memory.
+        sums: What the products are added to.
+    """
+    var lane = Int32(thread_idx.x) & 31
+    comptime for step in range(columns // 16):
+        var p = Array[SIMD[U32, 4], rows](uninitialized=True)
+        comptime for r in range(rows):
+            comptime for i in range(4):
+                var two = pair[2 * step + i // 2, i % 2](left[r])
+                p[r][i] = packed[dtype](two[0], two[1])
+        comptime for j in range(depth // 16):
+            var at = UInt32(Int(tile)) + chunk_bytes[depth](lane & 15, Int32(2 * j) + (lane >> 4))
+            var b = shared_load_matrices[turned=True, offset=step * 32 * depth](at)
+            comptime for r in range(rows):
+                _add[dtype, 2 * j](sums[r], p[r], b.slice[2]())
+                _add[dtype, 2 * j + 1](sums[r], p[r], b.slice[2, offset=2]())
 
 
 @always_inline
@@ -152,7 +198,7 @@ def store_rows[
     c: Int32,
     shared: Shared[dtype],
     first: Int32,
-    acc: Array[SIMD[F32, 4], rows * (depth // 8)],
+    acc: Array[Sums[depth], rows],
     factor: Array[Float32, 2 * rows],
     zero: Float32 = 0,
 ):
@@ -180,31 +226,31 @@ def store_rows[
     comptime OUT = depth // 8
     comptime BYTES = size_of[out]()
     var lane = Int32(thread_idx.x) & 31
+    var at = Fragment(lane=lane)
     syncwarp()
     comptime for r in range(rows):
         comptime if BYTES == 1:
             # Pairs of both rows, each in the first half of its chunk.
-            var row = first + Int32(16 * r) + (lane >> 2)
+            var row = first + Int32(16 * r) + at.row()
             var low, high = factor[2 * r], factor[2 * r + 1]
             comptime for column in range(OUT):
-                var four = acc[r * OUT + column] * SIMD[F32, 4](low, low, high, high)
-                var pairs = bitcast[DType.uint16, 2](stored[out](four, zero))
+                var scaled = four[column](acc[r]) * SIMD[F32, 4](low, low, high, high)
+                var pairs = bitcast[DType.uint16, 2](stored[out](scaled, zero))
                 comptime for h in range(2):
                     var to = shared.unsafe_offset(
                         chunk_place[depth](row + Int32(8 * h), Int32(column))
                     ).unsafe_bitcast[UInt16]()
-                    to[unsafe_offset=Int(lane & 3)] = pairs[h]
+                    to[unsafe_offset=Int(at.column() // 2)] = pairs[h]
             continue
         comptime for h in range(2):
-            var row = first + Int32(16 * r + 8 * h) + (lane >> 2)
+            var row = first + Int32(16 * r + 8 * h) + at.row()
             var scale = factor[2 * r + h]
             comptime for column in range(OUT):
-                ref a = acc[r * OUT + column]
-                var pair = packed[dtype](a[2 * h] * scale, a[2 * h + 1] * scale)
+                var two = pair[column, h](acc[r]) * scale
                 var to = shared.unsafe_offset(
                     chunk_place[depth](row, Int32(column))
                 ).unsafe_bitcast[UInt32]()
-                to[unsafe_offset=Int((lane & 3))] = pair
+                to[unsafe_offset=Int(at.column() // 2)] = packed[dtype](two[0], two[1])
     syncwarp()
     comptime for i in range(rows * OUT // 2):
         var row = (lane + Int32(32 * i)) // Int32(OUT)

@@ -19,7 +19,6 @@ need not fit the tiles. Compiled for sm_90a and tested in the PTX interpreter; n
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
 from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
-from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, exp2
 from std.memory import bitcast
@@ -29,11 +28,12 @@ from std.utils.numerics import inf, neg_inf
 from ..async_copy import commit_copies, wait_copies
 from ..attention.config import LOG2_E
 from ..attention.mask import Mask, MaskSizes, MaskTensors
-from ..attention.tiles import U32, chunk_bytes, chunk_place, copy_chunk, matrices, padded
-from ..attention.tiles import store_rows
-from ..hopper.ptx import mma_sync, packed
+from ..attention.tiles import add_scores, add_values, copy_chunk, left_side, padded, store_rows
+from ..hopper.accumulator import Fragment, Sums
 from ..launch import launch
-from ..operands import F32, Data, Shared, widened
+from ..operands import F32, U32, Data, Shared, widened
+from ..rows import over_lanes
+from ..swizzle import chunk_place
 from .tensors import AttentionGrad
 
 comptime ROWS = 64
@@ -179,91 +179,52 @@ def _products[
     held: Array[SIMD[U32, 4], depth // 16],
     tile: Shared[dtype],
 ) -> Array[
-    SIMD[F32, 4], columns // 8
+    Sums[columns], 1
 ]:
     """Multiplies a warp's rows, held or in shared memory, by a tile's columns."""
-    var lane = Int32(thread_idx.x) & 31
-    var scores = Array[SIMD[F32, 4], columns // 8](fill=0)
+    var scores = Array[Sums[columns], 1](fill=Sums[columns](fill=0))
     comptime for half in range(depth // 32):
-        var a = Array[SIMD[U32, 4], 2](uninitialized=True)
-        comptime for i in range(2):
-            comptime step = 2 * half + i
-            comptime if depth <= 64:
-                a[i] = held[step]
-            else:
-                a[i] = _fragment[dtype, depth, step](rows)
-        var at = UInt32(Int(tile)) + chunk_bytes[depth](lane & 7, Int32(4 * half) + (lane >> 3))
-        comptime for j in range(columns // 8):
-            var b = matrices[j * 16 * depth](at)
-            scores[j] = mma_sync[dtype](a[0], SIMD[U32, 2](b[0], b[1]), scores[j])
-            scores[j] = mma_sync[dtype](a[1], SIMD[U32, 2](b[2], b[3]), scores[j])
+        comptime if depth <= 64:
+            add_scores[depth, half, 2 * half](held, tile, scores)
+        else:
+            var a = Array[SIMD[U32, 4], 2](uninitialized=True)
+            comptime for i in range(2):
+                a[i] = left_side[depth, 2 * half + i](rows, _warp_row())
+            add_scores[depth, half, 0](a, tile, scores)
     return scores^
 
 
 @always_inline
-def _fragment[dtype: DType, depth: Int, step: Int](rows: Shared[dtype]) -> SIMD[U32, 4]:
-    """Reads 16 channels of a warp's rows, as the left side of a product."""
-    var t = Int32(thread_idx.x)
-    var row = (t >> 5) * 16 + (t & 15)
-    var at = chunk_bytes[depth](row, Int32(2 * step) + ((t & 31) >> 4))
-    return matrices[0](UInt32(Int(rows)) + at)
-
-
-@always_inline
-def _add[
-    dtype: DType, depth: Int, columns: Int
-](
-    left: Array[SIMD[F32, 4], columns // 8],
-    tile: Shared[dtype],
-    mut sums: Array[SIMD[F32, 4], depth // 8],
-):
-    """Adds the products of a warp's numbers for a tile's columns, rounded, and the columns."""
-    var lane = Int32(thread_idx.x) & 31
-    comptime for step in range(columns // 16):
-        ref low = left[2 * step]
-        ref high = left[2 * step + 1]
-        var a = SIMD[U32, 4](
-            packed[dtype](low[0], low[1]),
-            packed[dtype](low[2], low[3]),
-            packed[dtype](high[0], high[1]),
-            packed[dtype](high[2], high[3]),
-        )
-        comptime for pair in range(depth // 16):
-            var at = UInt32(Int(tile)) + chunk_bytes[depth](
-                lane & 15, Int32(2 * pair) + (lane >> 4)
-            )
-            var b = matrices[step * 32 * depth, transpose=True](at)
-            sums[2 * pair] = mma_sync[dtype](a, SIMD[U32, 2](b[0], b[1]), sums[2 * pair])
-            sums[2 * pair + 1] = mma_sync[dtype](a, SIMD[U32, 2](b[2], b[3]), sums[2 * pair + 1])
+def _warp_row() -> Int32:
+    """Gives the first of a warp's rows in the block."""
+    return Int32(thread_idx.x) >> 5 << 4
 
 
 @always_inline
 def _sum_slopes[
     dtype: DType, head: Int
-](sides: _Sides[dtype, head, False], rows: Shared[dtype], row: Int32) -> SIMD[F32, 2]:
+](sides: _Sides[dtype, head, False], rows: Shared[dtype], row: Int32, at: Fragment) -> SIMD[F32, 2]:
     """Adds up dy * y of the thread's two rows, and leaves the sums for the other kernel."""
     var f = sides.o.forward
-    var quad = Int32(thread_idx.x) & 3
     var sums = SIMD[F32, 2](0)
     comptime for step in range(sides.depth // 16):
-        var slopes = _fragment[dtype, sides.depth, step](rows)
+        var slopes = left_side[sides.depth, step](rows, _warp_row())
         comptime for i in range(4):
             var query = row + Int32(8 * (i % 2))
-            var channel = Int32(16 * step + 8 * (i // 2)) + 2 * quad
+            var channel = Int32(16 * step + 8 * (i // 2)) + at.column()
             if query < f.t and channel < Int32(head):
-                var at = sides.query + Int(query) * Int(f.c) + Int(channel)
-                var y = widened(f.y.unsafe_load[width=2, alignment=4](at))
+                var from_ = sides.query + Int(query) * Int(f.c) + Int(channel)
+                var y = widened(f.y.unsafe_load[width=2, alignment=4](from_))
                 var product = y * widened(bitcast[dtype, 2](slopes[i]))
                 sums[i % 2] += product[0] + product[1]
     comptime for h in range(2):
-        sums[h] += warp.shuffle_xor(sums[h], 1)
-        sums[h] += warp.shuffle_xor(sums[h], 2)
+        sums[h] = over_lanes[4](sums[h])
         var query = row + Int32(8 * h)
         if query < f.t:
             var place = sides.place + Int(query)
             if sides.o.logsumexp[unsafe_offset=place] == neg_inf[F32]():
                 sums[h] = 0  # y may be NaN
-            if quad == 0:
+            if at.column() == 0:
                 sides.o.delta[unsafe_offset=place] = sums[h]
     return sums
 
@@ -292,7 +253,6 @@ def grad_kernel[
     comptime depth = padded(head)
     comptime COLUMNS = tile_columns(depth)
     comptime TILE = COLUMNS * depth
-    comptime COUNT = COLUMNS // 8
     wait_on_dependent_grids()
     launch_dependent_grids()
 
@@ -300,14 +260,14 @@ def grad_kernel[
     var others = rows.unsafe_offset(ROWS * depth)
     var stages = others.unsafe_offset(ROWS * depth)
     var kept = stages.unsafe_offset(STAGES * 2 * TILE).unsafe_bitcast[Float32]()
-    var t = Int32(thread_idx.x)
-    var quad = t & 3
+    var at = Fragment(lane=Int32(thread_idx.x) & 31)
     var item = Int32(block_idx.x) // blocks
     var n = item // o.forward.heads
     var place = item - n * o.forward.heads
     var sides = _Sides[dtype, head, keys](o, n, place)
     var first = (Int32(block_idx.x) - item * blocks) * Int32(ROWS)
-    var row = first + (t >> 5) * 16 + ((t & 31) >> 2)
+    var mine = first + _warp_row()
+    var row = mine + at.row()
     var begin = Int32(0)
     var end = ceildiv(sides.columns(), Int32(COLUMNS))
     comptime if mask.causal:
@@ -326,19 +286,19 @@ def grad_kernel[
     var bound = SIMD[F32, 2](0)
     var sum = SIMD[F32, 2](0)
     comptime if not keys:
-        sum = _sum_slopes[dtype, head](rebind[_Sides[dtype, head, False]](sides), others, row)
+        sum = _sum_slopes[dtype, head](rebind[_Sides[dtype, head, False]](sides), others, row, at)
         comptime for h in range(2):
             bound[h] = sides.bound(row + Int32(8 * h))
     var a = Array[SIMD[U32, 4], depth // 16](uninitialized=True)
     var b = Array[SIMD[U32, 4], depth // 16](uninitialized=True)
     comptime if depth <= 64:
         comptime for step in range(depth // 16):
-            a[step] = _fragment[dtype, depth, step](rows)
-            b[step] = _fragment[dtype, depth, step](others)
+            a[step] = left_side[depth, step](rows, _warp_row())
+            b[step] = left_side[depth, step](others, _warp_row())
 
     var scale = o.forward.scale * LOG2_E
-    var grown = Array[SIMD[F32, 4], depth // 8](fill=0)
-    var values = Array[SIMD[F32, 4], depth // 8](fill=0)
+    var grown = Array[Sums[depth], 1](fill=Sums[depth](fill=0))
+    var values = Array[Sums[depth], 1](fill=Sums[depth](fill=0))
     for tile in range(begin, end):
         if tile > begin:
             wait_copies[0]()
@@ -351,21 +311,20 @@ def grad_kernel[
         var right = left.unsafe_offset(TILE)
         var scores = _products[dtype, depth, COLUMNS](rows, a, left)
         var slopes = _products[dtype, depth, COLUMNS](others, b, right)
-        var column = tile * Int32(COLUMNS) + 2 * quad
-        comptime for j in range(COUNT):
+        comptime for j in range(COLUMNS // 8):
             comptime for e in range(2):
-                var at = column + Int32(8 * j + e)
+                var column = tile * Int32(COLUMNS) + at.column() + Int32(8 * j + e)
                 comptime if keys:
                     var number = kept.unsafe_offset(
-                        Int((tile & 1) * Int32(2 * COLUMNS) + at - tile * Int32(COLUMNS))
+                        Int((tile & 1) * Int32(2 * COLUMNS) + column - tile * Int32(COLUMNS))
                     )
                     bound = SIMD[F32, 2](number[unsafe_offset=0])
                     sum = SIMD[F32, 2](number[unsafe_offset=COLUMNS])
                 comptime for h in range(2):
-                    comptime i = 2 * h + e
-                    var mine = row + Int32(8 * h)
-                    var query = at if keys else mine
-                    var key = mine if keys else at
+                    comptime i = 4 * j + 2 * h + e
+                    var own = row + Int32(8 * h)
+                    var query = column if keys else own
+                    var key = own if keys else column
                     var shift = -bound[h]
                     comptime if mask.bias:
                         if query < o.forward.t and key < o.forward.s:
@@ -373,26 +332,25 @@ def grad_kernel[
                                 unsafe_offset=sizes.place(Int(n), Int(place), Int(query)) + Int(key)
                             ]
                             shift = widened(added).fma(LOG2_E, shift)
-                    var p = exp2(scores[j][i].fma(scale, shift))
+                    var p = exp2(scores[0][i].fma(scale, shift))
                     comptime if mask.causal:
                         if key > query + sizes.diagonal:
                             p = 0
-                    if at >= sides.columns():
+                    if column >= sides.columns():
                         p = 0
-                    scores[j][i] = p
-                    slopes[j][i] = p * (slopes[j][i] - sum[h])
-        _add[dtype, depth, COLUMNS](slopes, left, grown)
+                    scores[0][i] = p
+                    slopes[0][i] = p * (slopes[0][i] - sum[h])
+        add_values[depth](slopes, left, grown)
         comptime if keys:
-            _add[dtype, depth, COLUMNS](scores, right, values)
+            add_values[depth](scores, right, values)
             if tile + 1 < end:
                 sides.keep(tile + 1, ahead, kept)
 
-    var mine = first + (t >> 5) * 16
     if mine < sides.rows():
-        var at = (sides.key if keys else sides.query) + Int(mine) * Int(o.forward.c)
+        var channel = (sides.key if keys else sides.query) + Int(mine) * Int(o.forward.c)
         var to = o.dk if keys else o.dq
         store_rows[dtype, depth, head, 1](
-            to.unsafe_offset(at),
+            to.unsafe_offset(channel),
             sides.rows() - mine,
             o.forward.c,
             rows,
@@ -402,7 +360,7 @@ def grad_kernel[
         )
         comptime if keys:
             store_rows[dtype, depth, head, 1](
-                o.dv.unsafe_offset(at),
+                o.dv.unsafe_offset(channel),
                 sides.rows() - mine,
                 o.forward.c,
                 others,

@@ -23,9 +23,10 @@ from std.utils.static_tuple import StaticTuple
 
 from ..device import Device
 from ..geometry import Geometry
+from ..hopper.accumulator import Fragment
 from ..hopper.ptx import mma_sync, shared_load_matrices
 from ..gemm.mma import to_tf32
-from ..operands import F32, Shared
+from ..operands import F32, U32, Shared
 from .parts import Part, Place, Tap, add_parts
 from .tensors import WeightGrad
 
@@ -41,8 +42,6 @@ comptime PAD = 8
 """Numbers between the rows of shared memory, against conflicts."""
 comptime LEAST = 256
 """Pixels of a part at least."""
-comptime U32 = DType.uint32
-"""Half a fragment's 8 bytes."""
 
 
 def pixels[dtype: DType]() -> Int:
@@ -179,10 +178,11 @@ def mma_kernel[
         barrier()
 
     var to = o.room.unsafe_offset(part.number * g.f * g.depth())
+    var at = Fragment(lane=Int32(thread))
     comptime for i in range(2 * PRODUCTS):
         comptime for e in range(4):
-            var f = f0 + row + i // PRODUCTS * 16 + e // 2 * 8 + thread // 4
-            var j = j0 + column + i % PRODUCTS * 8 + thread % 4 * 2 + e % 2
+            var f = f0 + row + i // PRODUCTS * 16 + e // 2 * 8 + Int(at.row())
+            var j = j0 + column + i % PRODUCTS * 8 + Int(at.column()) + e % 2
             if f < g.group_f() and j < g.depth():
                 to[unsafe_offset=(group * g.group_f() + f) * g.depth() + j] = sums[i][e]
 

@@ -50,18 +50,21 @@ from ..choice import cheapest
 from ..device import Device
 from ..epilogue import Channels, Epilogue, Output, apply
 from ..geometry import Geometry
-from ..hopper.conv import is_plain
-from ..hopper.ptx import mma_sync
+from ..hopper.accumulator import Fragment
+from ..hopper.conv import Conv, Pixel, Step, is_plain
+from ..hopper.ptx import mma_sync, prefetch_l2
+from ..hopper.scheduler import TileScheduler
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Batch, Data, Operands, Shared
+from ..operands import F32, U32, Batch, Data, Operands, Shared
+from ..swizzle import chunk_place
 from ..target import IS_HOPPER, IS_NVIDIA
 
-comptime U32 = DType.uint32
-"""Half a fragment's 8 bytes."""
 comptime WARP = 32 if IS_NVIDIA else 64
 """Threads of a warp."""
 comptime TILE_COLUMNS = 8 if IS_NVIDIA else 16
 """Filters of an instruction; it has 16 pixels, and a thread 4 of the sums."""
+comptime HINT = ".L2::128B"
+"""Copies bring a whole line into the second-level cache."""
 comptime OUTSIDE = Int32(-(1 << 29))
 """A row of x that no window's tap brings back into the image."""
 
@@ -166,8 +169,6 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
     """F of a group."""
     var depth: Int32
     """K."""
-    var c: Int32
-    """C of a group."""
     var all_c: Int32
     """C of all groups."""
     var all_f: Int32
@@ -176,30 +177,12 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
     """Input height, px."""
     var w: Int32
     """Input width, px."""
-    var q: Int32
-    """Output width, px."""
-    var pq: Int32
-    """Output pixels of an image."""
-    var r: Int32
-    """Window height, taps."""
-    var s: Int32
-    """Window width, taps."""
-    var stride_h: Int32
-    """Input rows between windows."""
-    var stride_w: Int32
-    """Input columns between windows."""
-    var pad_h: Int32
-    """Rows of padding."""
-    var pad_w: Int32
-    """Columns of padding."""
-    var dilation_h: Int32
-    """Input rows between taps."""
-    var dilation_w: Int32
-    """Input columns between taps."""
+    var conv: Conv
+    """Pixels and taps of x; its steps are channels of a group."""
     var tiles_m: Int32
-    """Tiles of pixels."""
-    var tiles_n: Int32
-    """Tiles of filters; they run first, then tiles of pixels, then products."""
+    """Tiles of pixels of each product."""
+    var schedule: TileScheduler[1]
+    """The tiles of all products, as one product's with as many rows."""
     var batch: Batch
     """Where each product's tensors are."""
 
@@ -213,17 +196,16 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
         """
         self.pixels, self.columns = Int32(g.pixels()), Int32(g.group_f())
         self.depth = Int32(g.depth())
-        self.c, self.all_c, self.all_f = Int32(g.group_c()), Int32(g.c), Int32(g.f)
-        self.h, self.w, self.q, self.pq = Int32(g.h), Int32(g.w), Int32(g.q), Int32(g.p * g.q)
-        self.r, self.s = Int32(g.r), Int32(g.s)
-        self.stride_h, self.stride_w = Int32(g.stride_h), Int32(g.stride_w)
-        self.pad_h, self.pad_w = Int32(g.pad_h), Int32(g.pad_w)
-        self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
+        self.all_c, self.all_f = Int32(g.c), Int32(g.f)
+        self.h, self.w = Int32(g.h), Int32(g.w)
+        self.conv = Conv(g, chunks=g.group_c())
         self.tiles_m = Int32(ceildiv(g.pixels(), config.rows))
-        self.tiles_n = Int32(ceildiv(g.group_f(), config.columns))
+        self.schedule = TileScheduler[1](
+            [Int(self.tiles_m) * Int(batch.products)], columns=ceildiv(g.group_f(), config.columns)
+        )
         if is_plain(g):
             # One column of pixels: their places need no division.
-            self.h, self.w, self.q, self.pq = self.pixels, 1, 1, self.pixels
+            self.h, self.w = self.pixels, 1
         self.batch = batch
 
 
@@ -252,76 +234,13 @@ def to_tf32[dtype: DType](v: SIMD[U32, 4]) -> SIMD[U32, 4]:
     return r
 
 
-@always_inline
-def _copy[dtype: DType](to: Shared[dtype], source: Data[dtype], inside: Bool):
-    """Starts copying 16 bytes into shared memory, or zeros."""
-    copy_async[hint=".L2::128B"](to, source, Int32(16 if inside else 0))
-
-
-@always_inline
-def _announce[dtype: DType](source: Data[dtype]):
-    """Has the cache fetch a line, on NVIDIA."""
-    comptime if IS_NVIDIA:
-        inlined_assembly[
-            "prefetch.global.L2 [$0];", NoneType, constraints="l", has_side_effect=True
-        ](source)
-
-
 # Filling a stage
-
-
-@always_inline
-def _place[chunks: Int](row: Int32, chunk: Int32) -> Int32:
-    """Finds the place of a chunk: eight rows, read at a time, lie in different banks."""
-    comptime if chunks == 4:
-        return row * 4 + (chunk ^ ((row >> 1) & 3))
-    else:
-        return row * Int32(chunks) + (chunk ^ (row & 7))
 
 
 @always_inline
 def _load[dtype: DType, width: Int](at: Data[dtype]) -> SIMD[dtype, width]:
     """Loads 16 bytes."""
     return at.unsafe_load[width=width, alignment=16]()
-
-
-struct _Tap(TrivialRegisterPassable):
-    """A place in K: a tap of the window and a channel."""
-
-    var r: Int32
-    """Row of the tap."""
-    var s: Int32
-    """Column of the tap."""
-    var c: Int32
-    """Channel."""
-
-    @always_inline
-    def __init__(out self, k: Int32, p: Problem):
-        var tap = k // p.c
-        self.c = k - tap * p.c
-        self.r = tap // p.s
-        self.s = tap - self.r * p.s
-
-    @always_inline
-    def move(mut self, steps: Int32, p: Problem):
-        """Goes on by some steps of K."""
-        self.c += steps
-        while self.c >= p.c:
-            self.c -= p.c
-            self.s += 1
-            if self.s == p.s:
-                self.s = 0
-                self.r += 1
-
-    @always_inline
-    def row(self, p: Problem) -> Int32:
-        """Computes the input rows from the window's corner."""
-        return self.r * p.dilation_h
-
-    @always_inline
-    def column(self, p: Problem) -> Int32:
-        """Computes the input columns from the window's corner."""
-        return self.s * p.dilation_w
 
 
 struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
@@ -341,7 +260,7 @@ struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
     comptime X_SIZE = Self.config.rows * Self.DEPTH
     comptime STAGE = Self.X_SIZE + Self.config.columns * Self.DEPTH
 
-    var tap: _Tap
+    var tap: Step
     """Where in K this thread's chunk of x is."""
     var k: Int32
     """Where in K the stage begins."""
@@ -384,29 +303,21 @@ struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
         ), "mma: the epilogue's sums must fit into the stages"
         var t = Int32(thread_idx.x)
         self.k = 0
-        self.tap = _Tap(t % Int32(Self.CHUNKS) * Int32(Self.WIDTH), p)
+        self.tap = Step(p.conv, t % Int32(Self.CHUNKS) * Int32(Self.WIDTH))
         self.x = Array[Data[Self.dtype], Self.X_COUNT](fill=o.x)
         self.x_h = Array[Int32, Self.X_COUNT](fill=OUTSIDE)
         self.x_w = Array[Int32, Self.X_COUNT](fill=0)
         self.x_held = Array[SIMD[Self.dtype, Self.WIDTH], Self.X_COUNT](fill=0)
         self.w_held = Array[SIMD[Self.dtype, Self.WIDTH], Self.W_COUNT](fill=0)
-        var plain = p.q == 1 and p.pq == p.pixels
         comptime for i in range(Self.X_COUNT):
             var m = m0 + t // Int32(Self.CHUNKS) + Int32(i * Self.X_STEP)
             if m < p.pixels:
-                var image = Int32(0)
-                var row = m
-                var column = Int32(0)
-                if not plain:
-                    image = m // p.pq
-                    var pixel = m - image * p.pq
-                    row = pixel // p.q
-                    column = pixel - row * p.q
-                var h = row * p.stride_h - p.pad_h
-                var w = column * p.stride_w - p.pad_w
-                self.x_h[i], self.x_w[i] = h, w
+                var at = Pixel(m, 0, m, 0) if p.conv.plain == 1 else p.conv.pixel(m)
+                var corner = p.conv.corner(at)
+                self.x_h[i], self.x_w[i] = corner.h, corner.w
                 self.x[i] = o.x.unsafe_offset(
-                    ((Int(image) * Int(p.h) + Int(h)) * Int(p.w) + Int(w)) * Int(p.all_c)
+                    ((Int(at.n) * Int(p.h) + Int(corner.h)) * Int(p.w) + Int(corner.w))
+                    * Int(p.all_c)
                 )
         self.w_row = t // Int32(Self.W_CHUNKS)
         self.w_column = t % Int32(Self.W_CHUNKS) * Int32(Self.WIDTH)
@@ -419,18 +330,13 @@ struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
     @always_inline
     def fetch(mut self, p: Problem, stage: Shared[Self.dtype]):
         """Starts copying a stage, or reads it into registers, and goes on to the next."""
-        var row = self.tap.row(p)
-        var column = self.tap.column(p)
+        var row = self.tap.r * p.conv.dilation_h
+        var column = self.tap.s * p.conv.dilation_w
         var t = Int32(thread_idx.x)
-        var to = stage.unsafe_offset(
-            Int(
-                _place[Self.CHUNKS](t // Int32(Self.CHUNKS), t % Int32(Self.CHUNKS))
-                * Int32(Self.WIDTH)
-            )
-        )
+        var to = self._x_place(stage)
         comptime if Self.wide:
             var from_ = Int((row * p.w + column) * p.all_c + self.tap.c)
-            var more = self.tap.r < p.r
+            var more = self.tap.tap < p.conv.taps
             comptime for i in range(Self.X_COUNT):
                 var inside = (
                     more
@@ -439,7 +345,9 @@ struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
                 )
                 var source = self.x[i].unsafe_offset(from_)
                 comptime if Self.ASYNC:
-                    _copy(to.unsafe_offset(i * Self.X_STEP * Self.DEPTH), source, inside)
+                    copy_async[hint=HINT](
+                        to.unsafe_offset(i * Self.X_STEP * Self.DEPTH), source, inside
+                    )
                 else:
                     self.x_held[i] = 0
                     if inside:
@@ -447,24 +355,24 @@ struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
         else:
             var tap = self.tap
             comptime for j in range(Self.WIDTH):
-                row, column = tap.row(p), tap.column(p)
+                row, column = tap.r * p.conv.dilation_h, tap.s * p.conv.dilation_w
                 var from_ = Int((row * p.w + column) * p.all_c + tap.c)
                 comptime for i in range(Self.X_COUNT):
                     self.x_held[i][j] = 0
                     if (
-                        tap.r < p.r
+                        tap.tap < p.conv.taps
                         and UInt32(self.x_h[i] + row) < UInt32(p.h)
                         and UInt32(self.x_w[i] + column) < UInt32(p.w)
                     ):
                         self.x_held[i][j] = self.x[i][unsafe_offset=from_]
-                tap.move(1, p)
+                tap.advance[1](p.conv)
         self._fetch_w(p, stage.unsafe_offset(Self.X_SIZE))
 
         self.k += Int32(Self.DEPTH)
         comptime if Self.wide:
-            self.tap.move(Int32(Self.DEPTH), p)
+            self.tap.advance(p.conv, Int32(Self.DEPTH))
         else:
-            self.tap = _Tap(self.k + t % Int32(Self.CHUNKS) * Int32(Self.WIDTH), p)
+            self.tap = Step(p.conv, self.k + t % Int32(Self.CHUNKS) * Int32(Self.WIDTH))
 
     @always_inline
     def _fetch_w(mut self, p: Problem, stage: Shared[Self.dtype]):
@@ -478,7 +386,7 @@ struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
             )
             var inside = k < p.depth and f < self.w_left
             comptime if Self.ASYNC:
-                _copy(self._w_place(stage, row), source, inside)
+                copy_async[hint=HINT](self._w_place(stage, row), source, inside)
             elif Self.wide:
                 self.w_held[i] = 0
                 if inside:
@@ -493,17 +401,23 @@ struct _Filler[dtype: DType, k_major: Bool, config: Config, wide: Bool]:
         self.w = self.w.unsafe_offset(Self.DEPTH if Self.k_major else Self.DEPTH * Int(p.columns))
 
     @always_inline
+    def _x_place(self, stage: Shared[Self.dtype]) -> Shared[Self.dtype]:
+        """Finds the place of this thread's first chunk of x."""
+        var t = Int32(thread_idx.x)
+        return stage.unsafe_offset(
+            chunk_place[Self.DEPTH, Self.WIDTH](t // Int32(Self.CHUNKS), t % Int32(Self.CHUNKS))
+        )
+
+    @always_inline
     def _w_place(self, stage: Shared[Self.dtype], row: Int32) -> Shared[Self.dtype]:
         """Finds the place of this thread's chunk of a row of w."""
         var chunk = Int32(thread_idx.x) % Int32(Self.W_CHUNKS)
-        return stage.unsafe_offset(Int(_place[Self.W_CHUNKS](row, chunk) * Int32(Self.WIDTH)))
+        return stage.unsafe_offset(chunk_place[Self.W_CHUNKS * Self.WIDTH, Self.WIDTH](row, chunk))
 
     @always_inline
     def store(self, stage: Shared[Self.dtype]):
         """Writes what `fetch` read into registers to shared memory."""
-        var t = Int32(thread_idx.x)
-        var at = _place[Self.CHUNKS](t // Int32(Self.CHUNKS), t % Int32(Self.CHUNKS))
-        var to = stage.unsafe_offset(Int(at * Int32(Self.WIDTH)))
+        var to = self._x_place(stage)
         comptime for i in range(Self.X_COUNT):
             to.unsafe_store[alignment=16](i * Self.X_STEP * Self.DEPTH, self.x_held[i])
         comptime for i in range(Self.W_COUNT):
@@ -523,9 +437,15 @@ def _filters_by_k[
     comptime WIDTH = 16 // size_of[dtype]()
     var value = SIMD[dtype, count](0)
     comptime for j in range(count):
-        var place = _place[columns // WIDTH](k + Int32(j), f // Int32(WIDTH))
-        value[j] = w[unsafe_offset=Int(place * Int32(WIDTH) + f % Int32(WIDTH))]
+        var place = chunk_place[columns, WIDTH](k + Int32(j), f // Int32(WIDTH))
+        value[j] = w[unsafe_offset=place + Int(f % Int32(WIDTH))]
     return value
+
+
+@always_inline
+def _matrices[dtype: DType, //, turned: Bool = False](at: Shared[dtype]) -> SIMD[U32, 4]:
+    """Reads a fragment: four matrices, whose rows the lanes name, for NVIDIA."""
+    return bitcast[U32, 4](ld_matrix[16 // size_of[dtype](), transpose=turned](at))
 
 
 struct _Warp[dtype: DType, k_major: Bool, config: Config]:
@@ -533,6 +453,7 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
 
     comptime WIDTH = 16 // size_of[Self.dtype]()
     comptime CHUNKS = Self.config.chunks
+    comptime DEPTH = Self.CHUNKS * Self.WIDTH
     comptime ROWS = Self.config.rows // Self.config.warps_m // 16
     comptime COLUMNS = Self.config.columns // Self.config.warps_n // TILE_COLUMNS
     comptime SUMS = Self.ROWS * Self.COLUMNS
@@ -579,25 +500,13 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
             step: Which step of K of the stage.
             i: Which pixels.
         """
-        comptime TILE = 16 * Self.CHUNKS * Self.WIDTH
+        var chunk = Int32(step * (2 if IS_NVIDIA else 4)) + self.lane // 16
+        var at = chunk_place[Self.DEPTH, Self.WIDTH](self.row + self.lane % 16, chunk)
+        var rows = stage.unsafe_offset(at + i * 16 * Self.DEPTH)
         comptime if IS_NVIDIA:
-            var at = _place[Self.CHUNKS](
-                self.row + self.lane % 16, Int32(2 * step) + self.lane // 16
-            )
-            self.a[i % 2] = to_tf32[Self.dtype](
-                bitcast[U32, 4](
-                    ld_matrix[Self.WIDTH](
-                        stage.unsafe_offset(Int(at * Int32(Self.WIDTH)) + i * TILE)
-                    )
-                )
-            )
+            self.a[i % 2] = to_tf32[Self.dtype](_matrices(rows))
         else:
-            var at = _place[Self.CHUNKS](
-                self.row + self.lane % 16, Int32(4 * step) + self.lane // 16
-            )
-            self.a[i % 2] = bitcast[U32, 4](
-                stage.unsafe_load[width=8, alignment=16](Int(at * Int32(Self.WIDTH)) + i * TILE)
-            )
+            self.a[i % 2] = bitcast[U32, 4](rows.unsafe_load[width=8, alignment=16]())
 
     @always_inline
     def read_w[step: Int](mut self, stage: Shared[Self.dtype]):
@@ -617,7 +526,7 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
                 comptime if Self.k_major:
                     self.b[half + j] = bitcast[U32, 4](
                         w.unsafe_load[width=8, alignment=16](
-                            Int(_place[Self.CHUNKS](f, chunk) * Int32(Self.WIDTH))
+                            chunk_place[Self.DEPTH, Self.WIDTH](f, chunk)
                         )
                     )
                 else:
@@ -629,15 +538,11 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
     def _filters[step: Int, j: Int](self, w: Shared[Self.dtype]) -> SIMD[U32, 4]:
         """Reads the fragments of 16 filters, for NVIDIA."""
         comptime if Self.k_major:
-            var at = _place[Self.CHUNKS](
+            var at = chunk_place[Self.DEPTH, Self.WIDTH](
                 self.column + self.lane % 8 + self.lane // 16 * 8,
                 Int32(2 * step) + self.lane // 8 % 2,
             )
-            return bitcast[U32, 4](
-                ld_matrix[Self.WIDTH](
-                    w.unsafe_offset(Int(at * Int32(Self.WIDTH)) + j * 16 * Self.CHUNKS * Self.WIDTH)
-                )
-            )
+            return _matrices(w.unsafe_offset(at + j * 16 * Self.DEPTH))
         elif Self.dtype == F32:
             # Matrices of 32-bit numbers cannot be transposed on the way.
             var r = SIMD[U32, 4](0)
@@ -651,13 +556,11 @@ struct _Warp[dtype: DType, k_major: Bool, config: Config]:
                 )
             return r
         else:
-            var at = _place[Self.config.columns // Self.WIDTH](
+            var at = chunk_place[Self.config.columns, Self.WIDTH](
                 Int32(step * 16) + self.lane % 16,
                 self.column // Int32(Self.WIDTH) + Int32(2 * j) + self.lane // 16,
             )
-            return bitcast[U32, 4](
-                ld_matrix[Self.WIDTH, transpose=True](w.unsafe_offset(Int(at * Int32(Self.WIDTH))))
-            )
+            return _matrices[turned=True](w.unsafe_offset(at))
 
     @always_inline
     def multiply[step: Int, i: Int](mut self):
@@ -731,7 +634,8 @@ def _finish[
         comptime for j in range(Sums.COLUMNS):
             var sum = warp.acc[i * Sums.COLUMNS + j]
             comptime if IS_NVIDIA:
-                var at = Int(lane // 4 * Int32(PITCH) + lane % 4 * 2) + j * 8
+                var thread = Fragment(lane=lane)
+                var at = Int(thread.row() * Int32(PITCH) + thread.column()) + j * 8
                 mine.unsafe_store[alignment=8](at, sum.slice[2, offset=0]())
                 mine.unsafe_store[alignment=8](at + 8 * PITCH, sum.slice[2, offset=2]())
             else:
@@ -804,13 +708,12 @@ def mma_kernel[
                 alignment=16,
             ]()
         )
-    var tile = Int32(block_idx.x)
-    var row_tile = tile // p.tiles_n
-    var f0 = (tile - row_tile * p.tiles_n) * Int32(config.columns)
-    var product = row_tile // p.tiles_m
-    var m0 = (row_tile - product * p.tiles_m) * Int32(config.rows)
+    var tile = p.schedule.tile(Int32(block_idx.x))
+    var product = tile.row // p.tiles_m
+    var m0 = (tile.row - product * p.tiles_m) * Int32(config.rows)
+    var f0 = tile.column * Int32(config.columns)
     var o = p.batch.of(all, Int(product))
-    comptime if epilogue.joins:
+    comptime if IS_NVIDIA and epilogue.joins:
         # The residual is wanted last, but comes from far.
         comptime LINE = 128 // size_of[dtype]()
         comptime LINES = config.columns // LINE
@@ -818,7 +721,7 @@ def mma_kernel[
             var m = m0 + i // Int32(LINES)
             var f = f0 + i % Int32(LINES) * Int32(LINE)
             if m < p.pixels and f < p.columns:
-                _announce(o.residual.unsafe_offset(Int(m) * Int(p.all_f) + Int(f)))
+                prefetch_l2(o.residual.unsafe_offset(Int(m) * Int(p.all_f) + Int(f)))
     var steps = ceildiv(p.depth, Int32(Filler.DEPTH))
     var filler = Filler(o, p, m0, f0)
     var warp = _Warp[dtype, k_major, config]()
@@ -945,17 +848,16 @@ def mma_enqueue[
         If the launch fails.
     """
     var p = Problem(g, config, batch)
-    var grid = Int(p.tiles_m) * Int(p.tiles_n) * Int(batch.products)
     comptime if IS_NVIDIA:
         ctx.enqueue_function[mma_kernel[dtype, epilogue, k_major, config, wide]](
             o,
             p,
-            grid_dim=grid,
+            grid_dim=Int(p.schedule.tiles),
             block_dim=config.threads(),
             shared_mem_bytes=config.shared(),
             func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(config.shared())),
         )
     else:
         ctx.enqueue_function[mma_kernel[dtype, epilogue, k_major, config, wide]](
-            o, p, grid_dim=grid, block_dim=config.threads()
+            o, p, grid_dim=Int(p.schedule.tiles), block_dim=config.threads()
         )

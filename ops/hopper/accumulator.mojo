@@ -8,6 +8,8 @@ thread 4 a + b of warp d holds, of every eight columns, 2 b and 2 b + 1, of rows
 
 and its pairs of neighbouring columns 2 j + half.
 
+The sums of a warp that works alone, by mma.sync, are those of warp 0.
+
 `load_16x16` and `store_16x16` copy numbers of 16 bits between shared memory and the threads that
 hold such sums, 16 rows x 16 columns of each warp at a time (ldmatrix, stmatrix). There they lie as
 the copy engine leaves them: in boxes of 64 rows of 128 bytes, swizzled.

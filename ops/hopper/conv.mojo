@@ -262,11 +262,28 @@ struct Step(TrivialRegisterPassable):
         self.c += 1
         if self.c == conv.chunks and (sources == 1 or self.tap < conv.taps):
             self.c = 0
-            self.tap += 1
-            self.s += 1
-            if self.s == conv.s:
-                self.s = 0
-                self.r += 1
+            self._next_tap(conv)
+
+    @always_inline
+    def advance(mut self, conv: Conv, count: Int32):
+        """Goes on by several steps.
+
+        Args:
+            conv: Sizes.
+            count: Of the steps.
+        """
+        self.c += count
+        while self.c >= conv.chunks:
+            self.c -= conv.chunks
+            self._next_tap(conv)
+
+    @always_inline
+    def _next_tap(mut self, conv: Conv):
+        self.tap += 1
+        self.s += 1
+        if self.s == conv.s:
+            self.s = 0
+            self.r += 1
 
 
 @always_inline

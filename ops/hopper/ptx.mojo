@@ -376,11 +376,15 @@ def shared_load_float(at: UInt32) -> Float32:
 
 
 @always_inline
-def shared_load_matrices[turned: Bool = False](at: UInt32) -> SIMD[DType.uint32, 4]:
+def shared_load_matrices[
+    turned: Bool = False, *, offset: Int = 0
+](at: UInt32) -> SIMD[DType.uint32, 4]:
     """Loads four matrices of 8 rows of 16 bytes, each as the left side of a product holds it.
 
     Parameters:
         turned: Whether numbers of 16 bits change rows and columns.
+        offset: Bytes from `at` to the row. As a part of the instruction they cost no register, so that
+            all loads of a tile share a few addresses.
 
     Args:
         at: Address of a row: lanes 8 i to 8 i + 7 name those of the i-th matrix.
@@ -389,8 +393,9 @@ def shared_load_matrices[turned: Bool = False](at: UInt32) -> SIMD[DType.uint32,
         4 bytes of each matrix: the (lane % 4)th of row lane / 4.
     """
     comptime order = "trans." if turned else ""
+    comptime source = "[$4 + " + String(offset) + "]" if offset else "[$4]"
     var r = inlined_assembly[
-        "ldmatrix.sync.aligned.m8n8.x4." + order + "shared.b16 {$0, $1, $2, $3}, [$4];",
+        "ldmatrix.sync.aligned.m8n8.x4." + order + "shared.b16 {$0, $1, $2, $3}, " + source + ";",
         _RegisterPackType[UInt32, UInt32, UInt32, UInt32],
         constraints="=r,=r,=r,=r,r,~{memory}",
     ](at)

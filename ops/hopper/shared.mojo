@@ -3,6 +3,7 @@
 from max.gpu.memory import AddressSpace, external_memory
 
 from ..device import RESERVED
+from ..swizzle import chunk_order
 
 comptime ROW = 128
 """Bytes of a row of the 128-byte swizzle: of K for each row and column of a product, in a stage."""
@@ -60,7 +61,4 @@ def swizzle[bytes: Int = ROW](byte: UInt32, row: UInt32) -> UInt32:
         Where it lies in the row: rows permute their chunks of 16 bytes, eight, or four by pairs of rows.
     """
     comptime assert bytes == ROW or bytes == ROW // 2, "swizzle: rows have 128 or 64 bytes"
-    comptime if bytes == ROW:
-        return byte ^ (row % 8 * 16)
-    else:
-        return byte ^ (row // 2 % 4 * 16)
+    return byte ^ (chunk_order[bytes // 16](row) * 16)
