@@ -147,7 +147,7 @@ def conv2d(
             "aligned": _aligned(
                 x, filter, groups=groups, stride=stride, padding=padding, dilation=dilation
             ),
-            "windows": _has_windows(x, filter),
+            "windows": _has_windows(x, filter, stride, dilation),
             "constant": filter.constant,
         }
     out = shapes.conv2d(
@@ -572,16 +572,17 @@ def quantized_conv2d(
     parameters = {
         "members": int(arrange.is_depthwise(filter.shape, groups)),
         "narrow": dtype == x.dtype.name and _is_narrow(filter),
-        "windows": _has_windows(x, filter),
+        "windows": _has_windows(x, filter, stride, dilation),
         "rounds": len(scales) > 5,
     }
     settings = [window, given]
     return _fused("quantized_conv2d", x, weights, residual, settings, out, epilogue, parameters)
 
 
-def _has_windows(x: TensorValue, filter: Filter) -> bool:
-    """Tells whether a GPU needs the kernels for windows of several taps."""
-    return not x.device.is_cpu() and filter.shape[:2] != (1, 1)
+def _has_windows(x: TensorValue, filter: Filter, stride: Pair, dilation: Pair) -> bool:
+    """Tells whether a GPU needs the kernels that read the taps of a window from one copy of x."""
+    near = shapes.pair(stride) == shapes.pair(dilation) == (1, 1)
+    return not x.device.is_cpu() and near and filter.shape[:2] != (1, 1)
 
 
 def _is_narrow(*filters: Filter) -> bool:

@@ -29,7 +29,7 @@ def splits_keys(o: Attention[_, _], rows: Int, device: Device) -> Bool:
 
 
 def attention_gpu[
-    out: DType, //, dtype: DType, depth: Int, mask: Mask
+    out: DType, //, dtype: DType, depth: Int, mask: Mask, keys: Int = 0
 ](
     o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
 ) raises:
@@ -40,6 +40,7 @@ def attention_gpu[
         dtype: Of the other tensors.
         depth: Channels of a head.
         mask: What is done to the scores.
+        keys: S if the graph knows it, which it then is; the kernels for any other are not compiled.
 
     Args:
         o: Tensors and sizes.
@@ -61,21 +62,32 @@ def attention_gpu[
         # of more than 64 channels.
         comptime rows = 2 if depth <= 64 else 1
         var device = Device(ctx)
+        var s = Int(o.s)
         if splits_keys(o, rows, device) and shared_bytes(padded(depth), 1, SPLITS) <= device.shared:
-            if Int(o.s) > warp_keys(padded(depth)):
-                enqueue_flash[dtype, depth, 1, SPLITS, mask](o, tensors, sizes, ctx)
-            else:  # a warp attends to all keys at once
-                enqueue_flash[dtype, depth, 1, 1, mask](o, tensors, sizes, ctx)
+            comptime AT_ONCE = warp_keys(padded(depth))
+            comptime if _may_be(keys, AT_ONCE + 1):
+                if s > AT_ONCE:
+                    enqueue_flash[dtype, depth, 1, SPLITS, mask](o, tensors, sizes, ctx)
+            comptime if _may_be(keys, 0, AT_ONCE):
+                if s <= AT_ONCE:  # a warp attends to all keys at once
+                    enqueue_flash[dtype, depth, 1, 1, mask](o, tensors, sizes, ctx)
             return
         # Hopper's copy engine brings whole boxes of 32 or 64 channels of a head.
-        comptime if IS_HOPPER and depth % 32 == 0:
-            comptime SHORT = short(depth)
-            if Int(o.s) >= least_keys(depth):
-                if Int(o.s) <= SHORT.keys:
-                    enqueue_hopper[dtype, SHORT, mask](o, tensors, sizes, ctx)
-                else:
-                    enqueue_hopper[dtype, long(depth), mask](o, tensors, sizes, ctx)
-                return
-        enqueue_flash[dtype, depth, rows, 1, mask](o, tensors, sizes, ctx)
+        comptime LEAST = least_keys(depth) if IS_HOPPER and depth % 32 == 0 else Int.MAX
+        comptime SHORT = short(depth)
+        comptime if _may_be(keys, LEAST, SHORT.keys):
+            if LEAST <= s <= SHORT.keys:
+                enqueue_hopper[dtype, SHORT, mask](o, tensors, sizes, ctx)
+        comptime if _may_be(keys, max(LEAST, SHORT.keys + 1)):
+            if s >= LEAST and s > SHORT.keys:
+                enqueue_hopper[dtype, long(depth), mask](o, tensors, sizes, ctx)
+        comptime if _may_be(keys, 0, LEAST - 1):
+            if s < LEAST:
+                enqueue_flash[dtype, depth, rows, 1, mask](o, tensors, sizes, ctx)
     else:
         enqueue_plain[dtype, depth, mask](rebind[Attention[dtype]](o), tensors, sizes, ctx)
+
+
+def _may_be(size: Int, least: Int, most: Int = Int.MAX - 1) -> Bool:
+    """Tells whether a size that is perhaps not known, and then not positive, may be in a range."""
+    return least <= most and (size <= 0 or least <= size <= most)

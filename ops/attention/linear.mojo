@@ -99,7 +99,8 @@ struct AttentionLinear:
             if Int(o.s) <= KEYS and fills(m, Device(ctx)):
                 enqueue_attention_linear[heads=heads](o, operands, norm, ctx)
                 return
-        attention_gpu[y.dtype, DEPTH, Mask()](o, MaskTensors(data(q)), MaskSizes(), ctx)
+        comptime keys = Int(k.static_spec.shape_tuple[1])
+        attention_gpu[y.dtype, DEPTH, Mask(), keys](o, MaskTensors(data(q)), MaskSizes(), ctx)
         gemm[y.dtype, Epilogue("add", measures=True), True, False, True](
             Geometry(rows=m, depth=C, columns=C), operands, Batch(), ctx, norm=norm
         )

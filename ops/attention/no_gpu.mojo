@@ -10,7 +10,7 @@ from .mask import Mask, MaskSizes, MaskTensors
 
 @doc_hidden
 def attention_gpu[
-    out: DType, //, dtype: DType, depth: Int, mask: Mask
+    out: DType, //, dtype: DType, depth: Int, mask: Mask, keys: Int = 0
 ](
     o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
 ) raises:

@@ -209,4 +209,5 @@ def _attend[
         else:
             attention_cpu[depth, mask](rebind[Attention[q.dtype]](o), tensors, sizes)
     else:
-        attention_gpu[q.dtype, depth, mask](o, tensors, sizes, ctx)
+        comptime keys = Int(k.static_spec.shape_tuple[1])
+        attention_gpu[q.dtype, depth, mask, keys](o, tensors, sizes, ctx)

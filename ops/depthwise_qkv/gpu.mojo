@@ -48,6 +48,10 @@ comptime SHARED = 112 * 1024
 """Bytes of shared memory that a block takes at most."""
 comptime MOST_IMAGES = 65535
 """Images of a launch: what a grid's second and third axes count."""
+comptime LANES: List[Int] = [8, 8, 16, 32, 32]
+"""Threads that normalise a token, in the kernels that are compiled."""
+comptime VECTORS: List[Int] = [1, 3, 3, 3, 4]
+"""Vectors of 16 bytes of each of LANES; the two cover a token."""
 comptime QUAD = 4
 """Channels that lie together in shared memory."""
 
@@ -555,13 +559,14 @@ def _enqueue[
 
 
 def depthwise_qkv_gpu[
-    dtype: DType, kernel: Int
+    dtype: DType, kernel: Int, channels: Int = 0
 ](o: QkvOperands[dtype, _], g: QkvSizes, ctx: DeviceContext) raises:
     """Enqueues the projections of all images: hopper.mojo's kernel where it is faster, or this one.
 
     Parameters:
         dtype: Of tokens and filters.
         kernel: Taps of a side of the window.
+        channels: C if the graph knows it, which it then is; the kernels for any other are not compiled.
 
     Args:
         o: Tensors.
@@ -574,24 +579,28 @@ def depthwise_qkv_gpu[
     for first in range(0, Int(g.images), MOST_IMAGES):
         var some = g
         some.images = Int32(min(MOST_IMAGES, Int(g.images) - first))
-        _enqueue_some[dtype, kernel](o.from_image(first, g), some, ctx)
+        _enqueue_some[dtype, kernel, channels](o.from_image(first, g), some, ctx)
 
 
 def _enqueue_some[
-    dtype: DType, kernel: Int
+    dtype: DType, kernel: Int, channels: Int
 ](o: QkvOperands[dtype, _], g: QkvSizes, ctx: DeviceContext) raises:
     """Enqueues the projections of as many images as a grid can count."""
     comptime if IS_HOPPER and kernel == KERNEL and size_of[dtype]() == 2:
-        if enqueue_hopper(o, g, ctx):
+        if enqueue_hopper[channels=channels](o, g, ctx):
             return
-    var vectors = Int(g.c) * size_of[dtype]() // 16
-    if vectors <= 8:
-        _enqueue[dtype, kernel, 8, 1](o, g, ctx)
-    elif vectors <= 24:
-        _enqueue[dtype, kernel, 8, 3](o, g, ctx)
-    elif vectors <= 48:
-        _enqueue[dtype, kernel, 16, 3](o, g, ctx)
-    elif vectors <= 96:
-        _enqueue[dtype, kernel, 32, 3](o, g, ctx)
-    else:
-        _enqueue[dtype, kernel, 32, 4](o, g, ctx)
+    comptime for i in range(len(LANES)):
+        comptime lanes = LANES[i]
+        comptime vectors = VECTORS[i]
+        comptime if channels <= 0 or _covering(channels * size_of[dtype]()) == i:
+            if _covering(Int(g.c) * size_of[dtype]()) == i:
+                _enqueue[dtype, kernel, lanes, vectors](o, g, ctx)
+
+
+def _covering(bytes: Int) -> Int:
+    """Finds the first of LANES that cover a token, or the last."""
+    comptime for i in range(len(LANES) - 1):
+        comptime most = 16 * LANES[i] * VECTORS[i]
+        if bytes <= most:
+            return i
+    return len(materialize[LANES]()) - 1

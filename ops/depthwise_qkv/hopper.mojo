@@ -723,12 +723,13 @@ def enqueue_tiles[
 
 
 def enqueue_hopper[
-    dtype: DType
+    dtype: DType, //, channels: Int
 ](o: QkvOperands[dtype, _], sizes: QkvSizes, ctx: DeviceContext) raises -> Bool:
     """Enqueues the kernel if there is one of as many channels, and it is the faster one.
 
     Parameters:
         dtype: Of tokens and filters.
+        channels: As `depthwise_qkv_gpu` has it.
 
     Args:
         o: Tensors.
@@ -742,18 +743,19 @@ def enqueue_hopper[
         If the launch fails.
     """
     comptime for c in [64, 192, 384]:
-        if Int(sizes.c) == c:
-            # From where on it is the faster one (batch 32 of CvT-13; batch 8 is not yet).
-            comptime LEAST = 256 if c == 64 else 128 if c == 192 else 64
-            var device = Device(ctx)
-            if _tiles(_largest[c](sizes)) < LEAST:
-                return False
-            var g = _tiled[c](sizes, device)
-            if _bytes(g) > SHARED:
-                return False
-            # Three small blocks instead of two, if there are enough to keep them coming.
-            var many = _tiles(g) >= 8 * device.multiprocessors
-            var small = many and device.holds(_bytes(g)) >= 3
-            enqueue_tiles[dtype, c](o, g, 256 if small else THREADS, ctx)
-            return True
+        comptime if channels <= 0 or channels == c:
+            if Int(sizes.c) == c:
+                # From where on it is the faster one (batch 32 of CvT-13; batch 8 is not yet).
+                comptime LEAST = 256 if c == 64 else 128 if c == 192 else 64
+                var device = Device(ctx)
+                if _tiles(_largest[c](sizes)) < LEAST:
+                    return False
+                var g = _tiled[c](sizes, device)
+                if _bytes(g) > SHARED:
+                    return False
+                # Three small blocks instead of two, if there are enough to keep them coming.
+                var many = _tiles(g) >= 8 * device.multiprocessors
+                var small = many and device.holds(_bytes(g)) >= 3
+                enqueue_tiles[dtype, c](o, g, 256 if small else THREADS, ctx)
+                return True
     return False

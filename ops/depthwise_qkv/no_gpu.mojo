@@ -9,6 +9,6 @@ from .config import QkvOperands, QkvSizes
 
 @doc_hidden
 def depthwise_qkv_gpu[
-    dtype: DType, kernel: Int
+    dtype: DType, kernel: Int, channels: Int = 0
 ](o: QkvOperands[dtype, _], g: QkvSizes, ctx: DeviceContext) raises:
     comptime assert False, REASON

@@ -81,4 +81,5 @@ struct DepthwiseQkv:
             comptime assert ON_CPU[x.dtype], "depthwise_qkv: a CPU expects float32 or bfloat16"
             depthwise_qkv_cpu[kernel](rebind[QkvOperands[x.dtype]](operands), sizes)
         else:
-            depthwise_qkv_gpu[x.dtype, kernel](operands, sizes, ctx)
+            comptime channels = Int(x.static_spec.shape_tuple[2])
+            depthwise_qkv_gpu[x.dtype, kernel, channels](operands, sizes, ctx)

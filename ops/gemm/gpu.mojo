@@ -242,7 +242,8 @@ def gemm[
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
         aligned: Whether it is one product, of sizes that Hopper's copy engine is known to take
             (graphs/arrange.py): the kernels for all others are then not compiled.
-        windows: Whether there may be windows of several taps: turned.mojo is for nothing else.
+        windows: Whether there may be windows of several taps, one pixel apart: turned.mojo is for nothing
+            else.
         few: Whether M is small, as where an image has one row: gemv.mojo is then compiled, and tiles of
             more than 64 rows are not. Any M is computed.
 
@@ -448,19 +449,20 @@ def gemm_group[
             comptime none = Epilogue("none")
             var row = choose(_together(sizes), WIDTH, none, Device(ctx))
             comptime for i in range(FIRST_TURNED):
-                if row.config == i:
-                    comptime if i < FIRST_RESIDENT:
-                        hopper_gemms[dtype, none, CONFIGS[i], products](
-                            sizes, operands, row.splits, ctx
-                        )
-                    elif i < FIRST_PINGPONG:
-                        resident_gemms[dtype, none, RESIDENT[i - FIRST_RESIDENT], products](
-                            sizes, operands, row.splits, ctx
-                        )
-                    else:
-                        pingpong_gemms[dtype, none, PINGPONG[i - FIRST_PINGPONG], products](
-                            sizes, operands, ctx
-                        )
+                comptime if chosen(i, none, windows=False, few=False):
+                    if row.config == i:
+                        comptime if i < FIRST_RESIDENT:
+                            hopper_gemms[dtype, none, CONFIGS[i], products](
+                                sizes, operands, row.splits, ctx
+                            )
+                        elif i < FIRST_PINGPONG:
+                            resident_gemms[dtype, none, RESIDENT[i - FIRST_RESIDENT], products](
+                                sizes, operands, row.splits, ctx
+                            )
+                        else:
+                            pingpong_gemms[dtype, none, PINGPONG[i - FIRST_PINGPONG], products](
+                                sizes, operands, ctx
+                            )
             return
     comptime if hopper and aligned:
         raise Error(NOT_ALIGNED)
