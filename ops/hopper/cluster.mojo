@@ -13,6 +13,7 @@ reduce_cluster of epilogue.mojo: when its inbox is full, nobody sends to it any 
 """
 
 from std.memory import bitcast
+from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32
@@ -190,6 +191,9 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
             data: Address of `BYTES` bytes in shared memory, the same in all blocks.
             barrier: Address of 8 more.
         """
+        comptime assert (
+            Self.columns % (8 * Self.peers) == 0
+        ), "Exchange: columns are a multiple of 8 of each block"
         self.data, self.barrier = data, barrier
 
     @always_inline
@@ -214,6 +218,7 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
             rank: Of the block.
             sums: Of the thread; those of the first `OWN` columns become those that this block finishes.
         """
+        comptime assert size_of[dtype]() == 4, "Exchange: sums have 32 bits"
         var mine = self.data + 16 * UInt32(at.t)
         comptime for peer in range(Self.peers):
             if rank != Int32(peer):

@@ -312,6 +312,10 @@ def finish_rows[
     comptime WIDTH = bytes // size_of[dtype]()
     comptime COUNT = 4 if size_of[dtype]() == 1 else 2
     comptime EACH = 4 * COUNT
+    comptime assert columns % WIDTH == 0, "finish_rows: rows of boxes are whole"
+    comptime assert (
+        first % EACH == 0
+    ), "finish_rows: columns begin with eight, or with a quad of each"
     var biases = SIMD[F32, 2](0)
     comptime if by_row:
         biases = tensors.row_biases(at, f0, f)
@@ -395,6 +399,8 @@ def finish_columns[
         alpha: Scale of the product.
         bias: Of the thread's two rows.
     """
+    comptime assert columns % 16 == 0 and first % 8 == 0, "finish_columns: sixteens of columns"
+    comptime assert size_of[dtype]() > 1, "finish_columns: 8 bits are finish_byte_columns'"
     comptime assert not epilogue.scales, "finish_columns: no scales"
     comptime if size_of[dtype]() == 2:
         # Eight lanes name the rows of a matrix of stmatrix: 8 columns, 16 bytes of 8 rows.
@@ -458,6 +464,11 @@ def finish_byte_columns[
         of: Scale and bias of the thread's two rows.
         tensors: Have the scales of the residual and the result.
     """
+    comptime assert size_of[dtype]() == 1, "finish_byte_columns: numbers have 8 bits"
+    comptime assert columns % 32 == 0, "finish_byte_columns: a lane has a row of each 32"
+    comptime assert (
+        tensors.scaled == epilogue.scales
+    ), "finish_byte_columns: the scales of the epilogue"
     comptime BYTES = ROW // 2
     var lane = UInt32(at.lane())
     var mine = to + lane * UInt32(BYTES) + swizzle[BYTES](UInt32(at.warp() * 16), lane)
@@ -580,6 +591,7 @@ def reduce_cluster[
         alpha: Scale of the product.
     """
     comptime assert tensors.scaled == epilogue.scales, "reduce_cluster: the scales of the epilogue"
+    comptime assert columns % 8 == 0, "reduce_cluster: a thread takes 8 columns"
     comptime ALIGN = min(16, 8 * size_of[dtype]())
     comptime PITCH = (columns + pad) * 4
     comptime EIGHTS = Int32(columns // 8)
@@ -629,6 +641,7 @@ def finish_boxes[
     Returns:
         The thread's results, in sixteens of columns, as `sums_16x16` takes them.
     """
+    comptime assert sums.size == 32 * boxes, "finish_boxes: a box has 64 columns"
     var tiles = at_start
     var results = Array[SIMD[dtype, 8], 4 * boxes](fill=0)
     comptime for box in range(boxes):
@@ -1001,6 +1014,7 @@ def pool_pairs[
     comptime COLUMNS = 4 * count
     comptime LEFT = count // 8
     """Columns of a lane in the end."""
+    comptime assert COLUMNS <= WARPGROUP, "pool_pairs: a thread stores a column"
     comptime assert count % 8 == 0, "pool_pairs: each of 8 lanes has some of the columns in the end"
     var found = StaticTuple[Float32, count](fill=0)
     comptime for j in range(count // 2):
