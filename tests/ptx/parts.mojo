@@ -80,7 +80,7 @@ def given[dtype: DType, //, columns: Int](sums: Data[dtype], at: Fragment) -> Su
     var mine = Sums[columns, dtype](fill=0)
     var first = Int(at.group() * 64 + at.row()) * columns + Int(at.column())
     comptime for i in range(columns // 2):
-        mine[i] = sums[unsafe_offset = first + i // 2 % 2 * 8 * columns + i // 4 * 8 + i % 2]
+        mine[i] = sums[unsafe_offset=first + i // 2 % 2 * 8 * columns + i // 4 * 8 + i % 2]
     return mine
 
 
@@ -91,7 +91,7 @@ def leave[
     """Stores a thread's sums of 64 rows of each warpgroup as they are, rows `pitch` numbers apart."""
     var first = Int(at.group() * 64 + at.row()) * pitch + Int(at.column())
     comptime for i in range(columns // 2):
-        to[unsafe_offset = first + i // 2 % 2 * 8 * pitch + i // 4 * 8 + i % 2] = sums[i]
+        to[unsafe_offset=first + i // 2 % 2 * 8 * pitch + i // 4 * 8 + i % 2] = sums[i]
 
 
 @__name(t"parts_scheduler_{products}_{split}")
@@ -185,8 +185,23 @@ def cluster_kernel[
         leave_rows[64](data, at, sums)
     var tile = schedule.tile(start.tile)
     reduce_cluster[
-        F32, Epilogue("add"), rows=64, columns=64, pad=PAD // 2 if turned else PAD, threads=WARPGROUP
-    ](tensors, data, start, schedule.splits, m0=tile.row * 64, m=m, f0=tile.column * 64, f=f, alpha=0.5)
+        F32,
+        Epilogue("add"),
+        rows=64,
+        columns=64,
+        pad=PAD // 2 if turned else PAD,
+        threads=WARPGROUP,
+    ](
+        tensors,
+        data,
+        start,
+        schedule.splits,
+        m0=tile.row * 64,
+        m=m,
+        f0=tile.column * 64,
+        f=f,
+        alpha=0.5,
+    )
 
 
 @__name(t"parts_ring_{ring}")
@@ -473,10 +488,10 @@ def copies_kernel(
     var step = Step(conv, begin)
     var storing = StoringStage()
     for i in range(end - begin):
-        seen[unsafe_offset = Int(4 * i)] = step.tap
-        seen[unsafe_offset = Int(4 * i + 1)] = step.r
-        seen[unsafe_offset = Int(4 * i + 2)] = step.s
-        seen[unsafe_offset = Int(4 * i + 3)] = step.c
+        seen[unsafe_offset=Int(4 * i)] = step.tap
+        seen[unsafe_offset=Int(4 * i + 1)] = step.r
+        seen[unsafe_offset=Int(4 * i + 2)] = step.s
+        seen[unsafe_offset=Int(4 * i + 3)] = step.c
         ring.acquire()
         if step.tap < conv.taps:
             ring.expect(BOX)
@@ -551,7 +566,9 @@ def window_kernel[
         x.init(consumers=1)
         fence_barrier_init()
     if t < COLUMNS:
-        shared_store_float(bias + 4 * UInt32(t), tensors.bias[0][unsafe_offset=Int(tile.column * COLUMNS + t)])
+        shared_store_float(
+            bias + 4 * UInt32(t), tensors.bias[0][unsafe_offset=Int(tile.column * COLUMNS + t)]
+        )
     comptime if listed:
         if t >= Int32(WARPGROUP + WARP):
             var lane = t % Int32(WARP)
@@ -646,13 +663,7 @@ def exchange_kernel[
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPGROUP)))
 def inbox_kernel[
     columns: Int
-](
-    sums: Data[F32],
-    tensors: EpilogueTensors[BF16],
-    schedule: TileScheduler[],
-    m: Int32,
-    f: Int32,
-):
+](sums: Data[F32], tensors: EpilogueTensors[BF16], schedule: TileScheduler[], m: Int32, f: Int32,):
     """Adds up a cluster's sums, of the warps that have a row of m, and finishes them in pairs."""
     comptime Received = Inbox[columns, 1]
     comptime PAIRS = columns // 8
@@ -708,10 +719,10 @@ def work_kernel[peers: Int](seen: Data[I32], schedule: TileScheduler[], steps: I
     for number in work.turns():
         var unit = work.unit(number)
         count += 1
-        to[unsafe_offset = Int(4 * count)] = unit.tile
-        to[unsafe_offset = Int(4 * count + 1)] = unit.steps.begin
-        to[unsafe_offset = Int(4 * count + 2)] = unit.steps.end
-        to[unsafe_offset = Int(4 * count + 3)] = Int32(1 if unit.shared else 0)
+        to[unsafe_offset=Int(4 * count)] = unit.tile
+        to[unsafe_offset=Int(4 * count + 1)] = unit.steps.begin
+        to[unsafe_offset=Int(4 * count + 2)] = unit.steps.end
+        to[unsafe_offset=Int(4 * count + 3)] = Int32(1 if unit.shared else 0)
     to[unsafe_offset=0] = start.tile
     to[unsafe_offset=1] = start.rank
     to[unsafe_offset=2] = work.first().steps.count()
@@ -800,9 +811,7 @@ def exits_kernel(
     var residual = outputs.load_residual[BF16, normed](tensors)
     finish_pairs[BF16, normed](outputs, at, tensors, mine, 1, bias, residual, norm)
     residual = outputs.load_residual[BF16, mean](pooled)
-    pool_pairs[BF16, mean](
-        outputs, at, pooled, mine, 0.5, bias, residual, bias + 4 * COLUMNS, m
-    )
+    pool_pairs[BF16, mean](outputs, at, pooled, mine, 0.5, bias, residual, bias + 4 * COLUMNS, m)
 
     var results = finish_boxes[BF16, 2](ring, 2, at, mine, barrier=2)
     if at.leads():
@@ -872,9 +881,7 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
     var one = TileScheduler[]([n], columns=n, splits=n)
     var three = TileScheduler[3]([n, n, n], columns=n)
     var ends = EpilogueTensors[BF16](floats, floats, halves, halves)
-    ctx.enqueue_function[scheduler_kernel[1, True]](
-        integers, one, number, grid_dim=n, block_dim=32
-    )
+    ctx.enqueue_function[scheduler_kernel[1, True]](integers, one, number, grid_dim=n, block_dim=32)
     ctx.enqueue_function[scheduler_kernel[3, False]](
         integers, three, number, grid_dim=n, block_dim=32
     )

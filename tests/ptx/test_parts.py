@@ -21,7 +21,6 @@ from .launches import (
     rounded,
     unwritten,
     wide,
-    windows,
 )
 from .machine import Launch, Tensors, pack
 from .semantics import FLOAT8, to_tf32
@@ -243,7 +242,12 @@ def test_multiplies_what_lies_apart(find: Find, rng: np.random.Generator) -> Non
 
 @pytest.mark.parametrize(
     ("dtypes", "turned"),
-    [((BF16, BF16), False), ((BF16, BF16), True), ((E4M3, E4M3), False), (("uint8", "int8"), False)],
+    [
+        ((BF16, BF16), False),
+        ((BF16, BF16), True),
+        ((E4M3, E4M3), False),
+        (("uint8", "int8"), False),
+    ],
     ids=str,
 )
 def test_multiplies_registers(
@@ -365,8 +369,9 @@ def test_multiplies_windows(
     begin, left_out, used = min(2, chunks - 1), 1, np.zeros_like(w64)
     for number in range(begin, taps * chunks):
         if not listed or number % 4 != left_out:
-            part = number % taps, slice(number // taps * 64, number // taps * 64 + 64)
-            used[:, *part] = w64[:, *part]
+            chunk, tap = divmod(number, taps)
+            channels = slice(64 * chunk, 64 * chunk + 64)
+            used[:, tap, channels] = w64[:, tap, channels]
     memory = Tensors()
     map_, box, tiles = pixel_box(held(memory, x, late=True)[1], g, 64, 64)
     x_stages, w_stages = stages if box[2] else (stages[1], stages[1])
@@ -423,8 +428,13 @@ def test_inbox_of_a_cluster(
     at = [memory.add(a) for a in (bias, bias, residual, unwritten((m, f), BF16))]
     Launch(
         find(f"parts_inbox_{columns}"),
-        [pack("Q", memory.add(sums)), pack("4Q", *at), pack("4i", 0, 1, 1, splits)]
-        + [pack("i", m), pack("i", f)],
+        [
+            pack("Q", memory.add(sums)),
+            pack("4Q", *at),
+            pack("4i", 0, 1, 1, splits),
+            pack("i", m),
+            pack("i", f),
+        ],
         memory,
         grid=(splits,),
         threads=128,
@@ -553,9 +563,7 @@ def test_sums_leave_the_registers(find: Find, rng: np.random.Generator, m: int, 
     )
     scale = 1 / np.sqrt(x.var(1, keepdims=True) + eps)
     check(y[1], np.maximum(exact[:m, :f] * scale + bias[:f] + added, 0), BF16, 2**-16)
-    np.testing.assert_allclose(
-        measured.moments, moments_of(wide(y[1], BF16)), rtol=1e-5, atol=1e-4
-    )
+    np.testing.assert_allclose(measured.moments, moments_of(wide(y[1], BF16)), rtol=1e-5, atol=1e-4)
     half = np.maximum(exact[:m, :f] / 2 + bias[:f] + added, 0).astype(np.float32)
     check(mean[1], wide(rounded(half, BF16), BF16).mean(0), BF16, 2**-12)
 
@@ -622,8 +630,12 @@ def test_sums_leave_as_bytes(find: Find, rng: np.random.Generator, dtype: str) -
     filters = np.where(np.arange(64)[:, None] < f, 1, 0)
     product = np.empty_like(exact)
     product[order] = exact
-    want = np.maximum(product * (factors * 1)[:, None] * filters + bias[:, None] * filters
-                      + beside * residual64.T, 0)
+    want = np.maximum(
+        product * (factors * 1)[:, None] * filters
+        + bias[:, None] * filters
+        + beside * residual64.T,
+        0,
+    )
     if dtype != E4M3:
         want = np.rint(want / steps[0]) + steps[1]
     close(y.T, want)
