@@ -185,7 +185,7 @@ def rescaled[
         at: Its place.
         factors: One of each filter, in their order [F].
         f0: The first column's filter.
-        f: F; the sums of others become 0.
+        f: F; of other columns any number may come.
 
     Returns:
         The products. Integers have to be below 2^26.

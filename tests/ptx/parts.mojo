@@ -185,23 +185,8 @@ def cluster_kernel[
         leave_rows[64](data, at, sums)
     var tile = schedule.tile(start.tile)
     reduce_cluster[
-        F32,
-        Epilogue("add"),
-        rows=64,
-        columns=64,
-        pad=PAD // 2 if turned else PAD,
-        threads=WARPGROUP,
-    ](
-        tensors,
-        data,
-        start,
-        schedule.splits,
-        m0=tile.row * 64,
-        m=m,
-        f0=tile.column * 64,
-        f=f,
-        alpha=0.5,
-    )
+        F32, Epilogue("add"), rows=64, columns=64, pad=PAD // 2 if turned else PAD, threads=WARPGROUP
+    ](tensors, data, start, schedule.splits, m0=tile.row * 64, m=m, f0=tile.column * 64, f=f, alpha=0.5)
 
 
 @__name(t"parts_ring_{ring}")
@@ -221,6 +206,10 @@ def ring_kernel[
 
     The kernel ahead writes x, so w is loaded into the first stages before. Results leave through the
     ring's stages, and are stored under the next tile's products (`Storing`).
+
+    The form `overlap` issues products under those of the stage before, and has results of two
+    stages. In `turned` both sides are rows of K, and a tile of x or y is one of a third axis. In
+    `narrow` a stage has 64 bytes of K, and no overlap.
     """
     comptime TURNED = ring == "turned"
     comptime K_BYTES = ROW // 2 if ring == "narrow" else ROW
