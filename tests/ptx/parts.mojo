@@ -429,6 +429,35 @@ def registers_kernel[
         leave[64](y, at, sums, 64)
 
 
+@__name("parts_boxes")
+@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPGROUP)))
+def boxes_kernel(maps: TensorMaps[2], y: Data[F32]):
+    """Multiplies 64 x 128 by 128 x 32, each in two boxes, and adds to nothing."""
+    comptime BOX_B = 32 * ROW
+    var data = shared_memory["parts"]()
+    var b = data + 2 * BOX
+    var stage = Pipeline(data, b + 2 * BOX_B, stages=1, bytes=2 * (BOX + BOX_B))
+    var at = Fragment(Int32(thread_idx.x))
+    if at.leads():
+        stage.init(consumers=1)
+        fence_barrier_init()
+        stage.expect(stage.bytes)
+        for box in range(Int32(2)):
+            var to = UInt32(box)
+            TileLoader(maps.address(), 0).load(data + to * BOX, stage.barrier(), 64 * box, 0)
+            TileLoader(maps.address(), 1).load(b + to * BOX_B, stage.barrier(), 64 * box, 0)
+    sync_threads(0, WARPGROUP)
+    stage.wait()
+    wgmma_fence_aligned()
+    var sums = mma[BF16, 32, boxes=2, pitch=BOX, clear=True, pitch_b=BOX_B](
+        Matrix[wide=True](data), Matrix(b), Sums[32](fill=1000)
+    )
+    wgmma_commit_group_sync()
+    wgmma_wait_group_sync[0]()
+    leave[32](y, at, sums, 32)
+
+
 @__name("parts_sparse")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPGROUP)))
@@ -981,6 +1010,7 @@ def enqueue_rings(n: Int, ctx: DeviceContext) raises:
             grid_dim=n,
             block_dim=WARPGROUP + WARP,
         )
+    ctx.enqueue_function[boxes_kernel](TensorMaps[2](), floats, grid_dim=n, block_dim=WARPGROUP)
     ctx.enqueue_function[sparse_kernel](
         TensorMaps[1](),
         halves,

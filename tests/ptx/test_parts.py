@@ -272,6 +272,22 @@ def test_multiplies_registers(
         check(y, x64 @ w64.T, "float32", SUMS)
 
 
+def test_multiplies_boxes(find: Find, rng: np.random.Generator) -> None:
+    (x, x64), (w, w64) = drawn(rng, (64, 128), BF16), drawn(rng, (32, 128), BF16)
+    memory = Tensors()
+    at, y = held(memory, unwritten((64, 32), "float32"))
+    Launch(
+        find("parts_boxes"),
+        [bytes(2 * 128), pack("Q", at)],
+        memory,
+        grid=(1,),
+        threads=128,
+        shared_bytes=2 * (8192 + 4096) + 16 + 1024,
+        maps=[Tiled(x, (64, 64)), Tiled(w, (32, 64))],
+    ).run()
+    check(y, x64 @ w64.T, "float32", SUMS)
+
+
 def test_multiplies_two_of_four(find: Find, rng: np.random.Generator) -> None:
     (a, a64), (w, w64) = drawn(rng, (64, 32), BF16), drawn(rng, (32, 64), BF16)
     pairs = np.array(list(itertools.combinations(range(4), 2)))
