@@ -17,6 +17,7 @@ the copy engine leaves them: in boxes of 64 rows of 128 bytes, swizzled.
 
 from max.gpu.primitives import warp
 from std.memory import bitcast
+from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..operands import F32, WHOLE, Data
@@ -253,11 +254,12 @@ def rescaled[
         at: Its place.
         factors: One of each filter, in their order [F].
         f0: The first column's filter.
-        f: F; the sums of others become 0.
+        f: F; of other columns any number may come.
 
     Returns:
         The products. Integers have to be below 2^26.
     """
+    comptime assert count % 8 == 0, "rescaled: quads are of sixteen columns"
     var products = StaticTuple[Scalar[dtype], count](fill=0)
     comptime for k in range(count // 8):
         # Of columns behind the last filter anything is right; a branch would hold the loads up.
@@ -312,6 +314,7 @@ def load_16x16[dtype: DType, k: Int](rows: UInt32, at: Fragment) -> SIMD[dtype, 
     Returns:
         Eight numbers, in the order of the sums.
     """
+    comptime assert size_of[dtype]() == 2, "load_16x16: numbers have 16 bits"
     return bitcast[dtype, 8](shared_load_matrices(row_16x16[k](rows, at)))
 
 
@@ -327,6 +330,7 @@ def store_16x16[k: Int](rows: UInt32, at: Fragment, value: SIMD[_, 8]):
         at: The thread's place.
         value: Eight numbers of 16 bits, in the order of the sums.
     """
+    comptime assert size_of[value.dtype]() == 2, "store_16x16: numbers have 16 bits"
     shared_store_matrices(row_16x16[k](rows, at), bitcast[DType.uint32, 4](value))
 
 

@@ -192,6 +192,9 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
     @always_inline
     def expect(self):
         """Announces what will come, by one thread."""
+        comptime assert (
+            Self.columns % (8 * Self.peers) == 0
+        ), "Exchange: columns are a multiple of 8 of each block"
         self.barrier.expect(UInt32(Self.BYTES))
 
     @always_inline
@@ -206,6 +209,7 @@ struct Exchange[columns: Int, groups: Int, peers: Int](TrivialRegisterPassable):
             rank: Of the block.
             sums: Of the thread; those of the first `OWN` columns become those that this block finishes.
         """
+        comptime assert size_of[dtype]() == 4, "Exchange: sums have 32 bits"
         var mine = self.data + 16 * UInt32(at.t)
         comptime for peer in range(Self.peers):
             if rank != Int32(peer):
@@ -332,6 +336,7 @@ def reduce_cluster[
         alpha: Scale of the product.
     """
     comptime assert tensors.scaled == epilogue.scales, "reduce_cluster: the scales of the epilogue"
+    comptime assert columns % 8 == 0, "reduce_cluster: a thread takes 8 columns"
     comptime ALIGN = min(16, 8 * size_of[dtype]())
     comptime PITCH = (columns + pad) * 4
     comptime EIGHTS = Int32(columns // 8)

@@ -376,6 +376,7 @@ def pool_pairs[
     comptime LEFT = count // 8
     """Columns of a lane in the end."""
     comptime assert count % 8 == 0, "pool_pairs: each of 8 lanes has some of the columns in the end"
+    comptime assert COLUMNS <= WARPGROUP, "pool_pairs: a thread stores a column"
     var found = StaticTuple[Float32, count](fill=0)
     comptime for j in range(count // 2):
         var pair = SIMD[F32, 2](0)

@@ -309,6 +309,10 @@ def finish_rows[
     comptime WIDTH = bytes // size_of[dtype]()
     comptime COUNT = 4 if size_of[dtype]() == 1 else 2
     comptime EACH = 4 * COUNT
+    comptime assert columns % WIDTH == 0, "finish_rows: rows of boxes are whole"
+    comptime assert (
+        first % EACH == 0
+    ), "finish_rows: columns begin with eight, or with a quad of each"
     var biases = SIMD[F32, 2](0)
     comptime if by_row:
         biases = tensors.row_biases(at, f0, f)
@@ -392,6 +396,8 @@ def finish_columns[
         alpha: Scale of the product.
         bias: Of the thread's two rows.
     """
+    comptime assert columns % 16 == 0 and first % 8 == 0, "finish_columns: sixteens of columns"
+    comptime assert size_of[dtype]() > 1, "finish_columns: 8 bits are finish_byte_columns'"
     comptime assert not epilogue.scales, "finish_columns: no scales"
     comptime if size_of[dtype]() == 2:
         # Eight lanes name the rows of a matrix of stmatrix: 8 columns, 16 bytes of 8 rows.
@@ -455,6 +461,11 @@ def finish_byte_columns[
         of: Scale and bias of the thread's two rows.
         tensors: Have the scales of the residual and the result.
     """
+    comptime assert size_of[dtype]() == 1, "finish_byte_columns: numbers have 8 bits"
+    comptime assert columns % 32 == 0, "finish_byte_columns: a lane has a row of each 32"
+    comptime assert (
+        tensors.scaled == epilogue.scales
+    ), "finish_byte_columns: the scales of the epilogue"
     comptime BYTES = ROW // 2
     var lane = UInt32(at.lane())
     var mine = to + lane * UInt32(BYTES) + swizzle[BYTES](UInt32(at.warp() * 16), lane)
@@ -498,6 +509,7 @@ def finish_boxes[
     Returns:
         The thread's results, in sixteens of columns, as `sums_16x16` takes them.
     """
+    comptime assert sums.size == 32 * boxes, "finish_boxes: a box has 64 columns"
     var tiles = at_start
     var results = Array[SIMD[dtype, 8], 4 * boxes](fill=0)
     comptime for box in range(boxes):

@@ -124,6 +124,13 @@ def mma[
     """
     comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
     comptime assert sum == SUM[dtype], "wgmma: sums are float32, of integers int32"
+    comptime assert row >= 32, "wgmma: an instruction takes 32 bytes of a row"
+    comptime assert size_of[dtype]() == 2 or not (
+        turned or turned_a
+    ), "wgmma: only numbers of 16 bits may lie turned over"
+    comptime assert dtype == right or (
+        size_of[dtype]() + size_of[right]() == 2 and dtype.is_integral() and right.is_integral()
+    ), "wgmma: factors have one dtype, or are integers of 8 bits"
     comptime DEPTH = 32 // size_of[dtype]()
     # MAX names the 32 bits of an integer sum, which wgmma takes as signed, uint32.
     comptime REGISTER = DType.uint32 if dtype.is_integral() else sum
@@ -235,6 +242,10 @@ def mma_registers[
     """
     comptime assert sum == SUM[dtype], "wgmma: sums are float32, of integers int32"
     comptime assert size_of[dtype]() == 2 or not turned, "wgmma: numbers of 8 bits lie by columns"
+    comptime assert size_of[dtype]() <= 2, "wgmma: float32 is not multiplied from registers"
+    comptime assert dtype == right or (
+        dtype.is_integral() and right.is_integral()
+    ), "wgmma: factors have one dtype, or are integers of 8 bits"
     comptime kind = String(t"{_ptx[sum]()}.{_ptx[dtype]()}.{_ptx[right]()}")
     comptime left = _numbered("$", count, count + 3)
     # Whether sums are added to; the signs of both sides; whether the right one is turned.
@@ -328,6 +339,9 @@ def mma_sparse[
     Returns:
         The sums, once the group has been waited for.
     """
+    comptime assert dtype.is_half_float(), "wgmma: sparse numbers are bfloat16 or float16"
+    comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
+    comptime assert b.row == ROW, "wgmma: rows of sparse products have 128 bytes"
     comptime CORES = 16 * ROWS
     var values = Matrix[16](a, pitch=CORES)
     var total = sums

@@ -187,6 +187,7 @@ struct RowSums(TrivialRegisterPassable):
             first: What it has of the group's first 16 columns (`load_16x16`).
             second: Of the others.
         """
+        comptime assert dtype.is_half_float(), "RowSums: results have 16 bits"
         comptime Two = SIMD[DType.uint32, 2]
         comptime one = bitcast[DType.uint32, 1](SIMD[dtype, 2](1))
         var sums = SIMD[F32, 4](0)
@@ -280,6 +281,7 @@ def leave_moments[
         high: The second row, likewise.
         f0: The first column.
     """
+    comptime assert count % 2 == 0, "leave_moments: a group has two sixteens of columns"
     var row_sums = RowSums()
     comptime for group in range(count // 2):
         row_sums.add[group](at, results[2 * group], results[2 * group + 1])

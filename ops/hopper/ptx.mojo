@@ -524,6 +524,7 @@ def cluster_send[
         values: The numbers.
         barrier: `cluster_address` of the barrier there that is told of the bytes that have come.
     """
+    comptime assert width == 1 or width == 2 or width == 4, "st.async: 1, 2 or 4 numbers"
     comptime SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes"
     comptime if width == 1:
         inlined_assembly[SEND + ".f32 [$0], $1, [$2];", NOTHING, constraints="r,f,r,~{memory}"](
@@ -577,6 +578,7 @@ def packed[dtype: DType, *, relu: Bool = False](low: Float32, high: Float32) -> 
     Returns:
         The register.
     """
+    comptime assert dtype.is_half_float(), "cvt: a pair is of bfloat16 or float16"
     comptime kind = "bf16x2" if dtype == DType.bfloat16 else "f16x2"
     return inlined_assembly[
         "cvt.rn." + ("relu." if relu else "") + kind + ".f32 $0, $1, $2;",
@@ -605,6 +607,9 @@ def mma_sync[
     Returns:
         The sums.
     """
+    comptime assert (
+        dtype.is_half_float() or dtype == DType.float32
+    ), "mma: numbers are bfloat16, float16 or float32"
     comptime kind = "m16n8k16.row.col.f32.bf16.bf16" if dtype == DType.bfloat16 else (
         "m16n8k16.row.col.f32.f16.f16" if dtype
         == DType.float16 else "m16n8k8.row.col.f32.tf32.tf32"
@@ -637,6 +642,7 @@ def mma_sync_short[
     Returns:
         The sums.
     """
+    comptime assert dtype.is_half_float(), "mma: numbers are bfloat16 or float16"
     comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
     var d = inlined_assembly[
         "mma.sync.aligned.m16n8k8.row.col.f32."
@@ -671,6 +677,7 @@ def registers_give[count: Int]():
     Parameters:
         count: Registers that each thread keeps, a multiple of 8.
     """
+    comptime assert count % 8 == 0 and 24 <= count <= 256, "setmaxnreg: eights, from 24 to 256"
     inlined_assembly["setmaxnreg.dec.sync.aligned.u32 $0;", NOTHING, constraints="n"](UInt32(count))
 
 
@@ -681,4 +688,5 @@ def registers_take[count: Int]():
     Parameters:
         count: Registers that each thread has then, a multiple of 8.
     """
+    comptime assert count % 8 == 0 and 24 <= count <= 256, "setmaxnreg: eights, from 24 to 256"
     inlined_assembly["setmaxnreg.inc.sync.aligned.u32 $0;", NOTHING, constraints="n"](UInt32(count))

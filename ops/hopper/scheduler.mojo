@@ -146,6 +146,9 @@ struct Work[split: Bool, peers: Int](TrivialRegisterPassable):
             start: Where the block begins.
             steps: Of K of a tile.
         """
+        comptime assert (
+            not Self.split or Self.peers == 1
+        ), "Work: a cluster shares its only tile, or its last"
         self.start, self.steps, self.tiles = start, steps, schedule.tiles
         self.share = schedule.share[Self.split or Self.peers > 1](start, steps)
         self.alone = self.units = 0

@@ -293,6 +293,9 @@ def consume_tile[
         at: The thread's place.
     """
     comptime COLUMNS = config.columns
+    comptime assert (
+        COLUMNS == 32 or COLUMNS == 64 or (COLUMNS == 128 and not config.split)
+    ), "TileConfig: 32 or 64 filters, or 128 without a cluster"
     comptime PAIRS = COLUMNS // 8 if config.split else COLUMNS // 4
     comptime assert not epilogue.pools or (
         config.groups == 1 and not config.split and not epilogue.normed()

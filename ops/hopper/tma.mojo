@@ -255,6 +255,7 @@ def tensor_map[
     Raises:
         If the driver refuses it.
     """
+    comptime assert 2 <= rank <= 4, "tensor_map: a TileLoader takes 2 to 4 axes"
     var map = TensorMap()
     var strides = Array[Int64, rank](fill=0)
     var ones = Array[Int32, rank](fill=1)

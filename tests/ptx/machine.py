@@ -3,7 +3,9 @@
 A gang is some warps of a block whose lanes are rows of numpy arrays; where they part, the basic
 block that comes first in the program runs first. What a GPU may do late is done late: cp.async and
 wgmma at the wait for their group, tensor copies at a random later time, stores of the copy engine
-when their source may be overwritten. Shared memory and registers begin as NaN.
+when their source may be overwritten. Shared memory and registers begin as NaN. What a thread has
+written to shared memory, and not fenced (fence.proxy.async), wgmma reads as NaN; it is reported if
+the copy engine stores it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,27 @@ def swizzled(at: Array, row: int) -> Array:
     Sixteenths of 128 bytes change places.
     """
     return at ^ (((at >> 7) & {16: 0, 64: 3, 128: 7}[row]) << 4)
+
+
+Side = tuple[int, int, int, str, Any]
+"""A side of wgmma in shared memory: descriptor, rows, numbers of a row, kind, unfenced words."""
+
+
+@lru_cache(maxsize=256)
+def places(descriptor: int, rows: int, depth: int, kind: str) -> Array:
+    """Finds the bytes of [rows, depth] of a stage (9.7.14.5).
+
+    By 8 rows of 16 bytes; or swizzled, by 8 rows of 128 or 64 bytes, and what a row has beyond
+    them in the next box.
+    """
+    start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
+    width = (16, 128, 64, 0)[descriptor >> 62]
+    if width != 16 and stride != 8 * width:
+        raise AccessError(f"wgmma: a descriptor that is not known: {descriptor:#x}")
+    size = 4 if kind == "tf32" else 1 if kind in semantics.BYTES else 2
+    row, byte = np.arange(rows)[:, None], np.arange(depth * size)
+    at = start + row // 8 * stride + row % 8 * width + byte // width * leading + byte % width
+    return swizzled(at, width)
 
 
 class Tensors:
@@ -166,6 +189,7 @@ class ThreadBlock:
         x, y = launch.grid[:2]
         self.index = (index % x, index // x % y, index // (x * y))
         self.shared = Buffer(BASE + launch.kernel.shared_bytes + launch.shared_bytes)
+        self.writers = self.shared.writers = np.zeros(self.shared.size // 4, np.int16)
         self.named: dict[int, tuple[int, int]] = {}  # arrived, turn
         self.mbarriers: dict[int, Barrier] = {}
         together = launch.together
@@ -186,8 +210,16 @@ class ThreadBlock:
         if at + words.nbytes > self.shared.size:
             raise AccessError(f"st.async: bytes at {at:#x} leave shared memory")
         self.shared.bytes[at : at + words.nbytes] = words.view(np.uint8)
+        self.writers[at // 4 : (at + words.nbytes) // 4] = 0
         barrier.bytes -= words.nbytes
         barrier.settle()
+
+    def unfenced(self, at: Array) -> Array | None:
+        """Tells which words of these bytes a thread has written and not fenced; None if none."""
+        if not self.writers.any():
+            return None
+        written = self.writers.take(at[..., ::4] >> 2, mode="clip") > 0
+        return written if written.any() else None
 
     def finish(self) -> None:
         for gang in self.gangs:
@@ -226,7 +258,7 @@ class Gang:
         self.pitch = kernel.local_bytes
         slots[LOCAL // SLOT] = Buffer(max(self.pitch * lanes, 4))
         self.slots = slots
-        self.memory = Memory(slots)
+        self.memory = Memory(slots, self.tid.astype(np.int16) + 1)
         self.copies: list[Copy] = []
         self.group = np.zeros(lanes, np.int64)  # of copies, of each lane
         self.stores: list[Callable[[], None]] = []
@@ -429,6 +461,11 @@ class Gang:
         padded = np.pad(rows, ((0, 0), (0, 32 - rows.shape[1]), (0, 0))).reshape(-1, 4)
         self.memory.store(at, list(np.ascontiguousarray(padded.T)), 4, asked)
 
+    def fence_async(self, where: Mask) -> None:
+        fenced = np.zeros(self.block.launch.threads + 1, bool)
+        fenced[self.tid[self._mask(where)] + 1] = True
+        self.block.writers[fenced[self.block.writers]] = 0
+
     # Barriers
 
     def barrier(self, number: Array, count: Array | None, where: Mask, waits: bool = True) -> None:
@@ -578,6 +615,7 @@ class Gang:
         barrier: Barrier,
     ) -> None:
         self.block.shared.bytes[to] = source.read(at, offsets).reshape(-1)
+        self.block.writers[to >> 2] = 0
         barrier.bytes -= source.bytes
         barrier.settle()
 
@@ -614,6 +652,7 @@ class Gang:
         if to + values.size > self.block.shared.size:
             raise AccessError(f"cp.async.bulk: bytes at {to:#x} leave shared memory")
         self.block.shared.bytes[to : to + values.size] = values
+        self.block.writers[to // 4 : (to + values.size) // 4] = 0
         barrier.bytes -= values.size
         barrier.settle()
 
@@ -622,6 +661,10 @@ class Gang:
             tensor = self._map(map_, lane)
             place = [int(np.broadcast_to(c, self.lanes)[lane]) for c in at]
             bytes = self._swizzled(int(np.broadcast_to(source, self.lanes)[lane]), tensor)
+            if self.block.unfenced(bytes) is not None:
+                raise AccessError(
+                    f"copy engine: nobody fenced what it stores from {bytes.min():#x}"
+                )
 
             self.stores.append(partial(self._leave, tensor, place, bytes))
 
@@ -648,61 +691,49 @@ class Gang:
         where: Mask,
     ) -> None:
         columns, depth = (int(n) for n in shape[1:].split("n")[1].split("k"))
+        kinds = kind.split(".")  # integers, of A and of B
+        size_a = (depth, 64) if turned[0] else (64, depth // 2 if indices else depth)
+        size_b = (depth, columns) if turned[1] else (columns, depth)
         for warp in self._warps(where):
             lanes = slice(32 * warp, 32 * warp + 32)
-            left: int | list[Array]
+            left: Side | list[Array]
+            right = self._side(b, warp, *size_b, kinds[-1])
             if isinstance(a, list):  # read at the wait, so that registers must not change before
                 left = [register[lanes] for register in a]
             else:
-                left = int(np.broadcast_to(a, self.lanes)[32 * warp])
-            right = int(np.broadcast_to(b, self.lanes)[32 * warp])
+                left = self._side(a, warp, *size_a, kinds[0])
             keeps = bool(np.broadcast_to(keep, self.lanes)[32 * warp])
             number = self.first + warp
 
             chosen = (indices[0][lanes], indices[1]) if indices else None
             group = int(self.block.committed[number])
             task = partial(
-                self._multiply,
-                left,
-                right,
-                (columns, depth, kind),
-                rows,
-                lanes,
-                number,
-                keeps,
-                turned,
-                chosen,
+                self._multiply, left, right, rows, lanes, number, keeps, turned, chosen, kind
             )
             self.block.products.append((number, group, task))
 
     def _multiply(
         self,
-        left: int | list[Array],
-        right: int,
-        shape: tuple[int, int, str],
+        left: Side | list[Array],
+        right: Side,
         registers: Sequence[int],
         lanes: slice,
         warp: int,
         keeps: bool,
         turned: tuple[bool, bool],
         indices: tuple[Array, int] | None,
+        kind: str,
     ) -> None:
-        columns, depth, kind = shape
-        whole = "." in kind  # integers, of A and of B
-        kind, kind_b = kind.split(".") if whole else (kind, kind)
+        whole = "." in kind
         if isinstance(left, list):
-            x = semantics.fragment(left, kind)[0]
-        elif indices:
-            x = self._matrix(left, 64, depth // 2, kind)[16 * (warp % 4) :][:16]
-            x = semantics.two_four(x, *indices)
-        elif turned[0]:
-            x = self._matrix(left, depth, 64, kind).T[16 * (warp % 4) :][:16]
+            x = semantics.fragment(left, kind.split(".")[0])[0]
         else:
-            x = self._matrix(left, 64, depth, kind)[16 * (warp % 4) :][:16]
-        if turned[1]:
-            product = x @ self._matrix(right, depth, columns, kind)
-        else:
-            product = x @ self._matrix(right, columns, depth, kind_b).T
+            x = self._matrix(*left)
+            x = (x.T if turned[0] else x)[16 * (warp % 4) :][:16]
+            if indices:
+                x = semantics.two_four(x, *indices)
+        y = self._matrix(*right)
+        product = x @ (y if turned[1] else y.T)
         # As mma's C, 8 columns after 8 columns (9.7.14.5).
         tiles = product.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)
         for register, tile in zip(registers, tiles, strict=True):
@@ -711,22 +742,20 @@ class Gang:
                 tile = tile.astype(np.int64)
             sums[lanes] = (tile + (sums[lanes] if keeps else 0)).astype(sums.dtype)
 
-    def _matrix(self, descriptor: int, rows: int, depth: int, kind: str) -> Array:
-        """Reads [rows, depth] of a stage (9.7.14.5).
+    def _side(self, descriptors: Array, warp: int, *size: Any) -> Side:
+        descriptor = int(np.broadcast_to(descriptors, self.lanes)[32 * warp])
+        return descriptor, *size, self.block.unfenced(places(descriptor, *size))
 
-        By 8 rows of 16 bytes; or swizzled, by 8 rows of 128 or 64 bytes, and what a row has beyond
-        them in the next box.
-        """
-        start, leading, stride = ((descriptor >> at & 0x3FFF) << 4 for at in (0, 16, 32))
-        width = (16, 128, 64, 0)[descriptor >> 62]
-        if width != 16 and stride != 8 * width:
-            raise AccessError(f"wgmma: a descriptor that is not known: {descriptor:#x}")
-        size = 4 if kind == "tf32" else 1 if kind in semantics.BYTES else 2
-        row, byte = np.arange(rows)[:, None], np.arange(depth * size)
-        at = start + row // 8 * stride + row % 8 * width + byte // width * leading + byte % width
+    def _matrix(
+        self, descriptor: int, rows: int, depth: int, kind: str, unfenced: Array | None
+    ) -> Array:
+        """Reads [rows, depth] of a stage; what nobody had fenced is NaN."""
+        at = places(descriptor, rows, depth, kind)
         if int(at.max()) >= self.block.shared.size:
-            raise AccessError(f"wgmma: a matrix at {start:#x} leaves shared memory")
-        raw = self.block.shared.bytes[swizzled(at, width)]
+            raise AccessError(f"wgmma: a matrix at {int(at.min()):#x} leaves shared memory")
+        raw = self.block.shared.bytes[at]
+        if unfenced is not None:
+            raw.view(np.uint32)[unfenced] = 0xFFFFFFFF
         if kind == "bf16":
             numbers = semantics.from_bf16(raw.view(np.uint16))
         elif kind == "f16":

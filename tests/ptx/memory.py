@@ -25,6 +25,8 @@ class Buffer:
         self.size = -(-size // 4) * 4
         room = np.full((self.size + 31) // 8, fill * 0x0101010101010101, np.uint64)
         self.views = {size: room.view(dtype) for size, dtype in WORDS.items()}
+        self.writers: Array | None = None
+        """Of shared memory: the thread, from 1 on, that wrote each word and has not fenced it."""
 
     @property
     def bytes(self) -> Array:
@@ -34,8 +36,8 @@ class Buffer:
 class Memory:
     """What a block sees, by the upper half of an address."""
 
-    def __init__(self, slots: dict[int, Buffer]):
-        self.slots = slots
+    def __init__(self, slots: dict[int, Buffer], threads: Array | None = None):
+        self.slots, self.threads = slots, threads
 
     def _find(self, at: Array, bytes: int, kind: str) -> tuple[Buffer, Array]:
         low, high = int(at.min()), int(at.max())
@@ -88,3 +90,7 @@ class Memory:
         for i, value in enumerate(values):
             value = np.broadcast_to(value, len(at))
             view[offset // size + i] = value if where is True else value[where]
+        if buffer.writers is not None and self.threads is not None:
+            writer = self.threads if where is True else self.threads[where]
+            for word in range(0, size * len(values), 4):
+                buffer.writers[(offset + word) // 4] = writer

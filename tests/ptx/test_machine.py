@@ -183,6 +183,7 @@ def test_sums_of_integers_wrap(kinds: str, start: int, want: int) -> None:
     add.s32 %r3, %r3, %r2;
     and.b32 %r3, %r3, 0xFF;
     st.shared.b32 [%r3], -1;
+    fence.proxy.async.shared::cta;
     bar.sync 0;
     shr.u32 %r2, %r2, 4;
     cvt.u64.u32 %rd2, %r2;
@@ -193,6 +194,12 @@ def test_sums_of_integers_wrap(kinds: str, start: int, want: int) -> None:
     wgmma.wait_group.sync.aligned 0;
     """
     assert (run(body, threads=128, words=128) == want).all()
+    ones = body.replace("], -1;", "], 0x01010101;")
+    assert (
+        run(ones, threads=128, words=128) == np.array(start + 32, "int64").astype("int32")
+    ).all()
+    unfenced = re.sub(r"fence\.proxy.*", "", ones)  # bytes of NaN are -1
+    assert (run(unfenced, threads=128, words=128) == want).all()
 
 
 @pytest.mark.parametrize("together", [1, 2])
@@ -282,7 +289,8 @@ def needs(
     """Demands that a kernel without an instruction is reported, or gives something else."""
     kernel = without(whole, pattern)
     if reported:
-        with pytest.raises(reported, match="all wait at"):
+        match = "all wait at" if reported is Deadlock else "nobody fenced"
+        with pytest.raises(reported, match=match):
             result(kernel)
     else:
         want = result(whole)
@@ -354,14 +362,15 @@ def test_attention_linear_needs_its_waits(
         (r"mbarrier\.arrive\.shared", Deadlock),
         (r"cp\.async\.bulk\.tensor\.3d", Deadlock),
         (r"barrier\.cluster\.wait", None),
+        (r"fence\.proxy\.async", AccessError),
     ],
 )
 def test_hopper_needs_its_waits(
     find: Find, tile: Tile, pattern: str, reported: type[Exception] | None
 ) -> None:
     split = tile.kind == "split"
-    if "cluster" in pattern and not split:
-        pytest.skip("the tile has no clusters")
+    if ("cluster" in pattern and not split) or ("fence" in pattern and split):
+        pytest.skip("the tile has no clusters, or no stores of the copy engine")
     rng, g = np.random.default_rng(1), Conv(1, 70, 1, 2048, 72)
     x, w = rng.standard_normal((1, 70, 1, 2048)), rng.standard_normal((72, 1, 1, 2048))
     bias, residual = np.zeros(72, np.float32), rounded(np.zeros((70, 72)), "bfloat16")

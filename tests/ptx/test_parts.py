@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
 from .conftest import Find
-from .launches import check, rounded, unwritten, wide
+from .launches import (
+    Conv,
+    Norm,
+    check,
+    held,
+    pixel_box,
+    pixels_of,
+    problem,
+    quads,
+    rounded,
+    unwritten,
+    wide,
+)
 from .machine import Launch, Tensors, pack
 from .semantics import FLOAT8, to_tf32
 from .tensormaps import Tiled
 
 Array = np.ndarray[Any, np.dtype[Any]]
 BF16 = "bfloat16"
+E4M3 = "float8_e4m3fn"
 SUMS = 2**-18
 
 
@@ -159,3 +173,480 @@ def test_cluster_adds_up(find: Find, rng: np.random.Generator, turned: bool, spl
     tile = 100 * column + row if turned else 100 * row + column
     want = tile * sum(range(1, splits + 1)) / 2 + bias + residual
     check(memory.array(at[3], residual), want.astype(np.float64), "float32", SUMS)
+
+
+RINGS = {  # dtypes of x and w; columns of a tile; bytes of K, and of a stage; stages of a result
+    "overlap": (BF16, BF16, 128, 128, 24576, 2),
+    "turned": (BF16, BF16, 128, 128, 24576, 1),
+    "narrow": ("uint8", "int8", 64, 64, 8192, 1),
+}
+
+
+@pytest.mark.parametrize(("steps", "stages"), [(1, 4), (5, 3), (3, 7)])
+@pytest.mark.parametrize("ring", RINGS)
+def test_multiplies_the_stages_of_a_ring(
+    find: Find, rng: np.random.Generator, ring: str, steps: int, stages: int
+) -> None:
+    dtype, right, columns, row, stage, _ = RINGS[ring]
+    width = row // (1 if dtype == "uint8" else 2)
+    k, rows, f = steps * width - 16, 3 * 64, columns + 72
+    across = -(-f // columns)
+    (x, x64), (w, w64) = drawn(rng, (rows, k), dtype), drawn(rng, (f, k), right)
+    bias = rng.standard_normal(f).astype(np.float32)
+    memory = Tensors()
+    y = held(memory, unwritten((rows, f), BF16))[1]
+    maps = [Tiled(x, (64, width)), Tiled(w, (columns, width)), Tiled(y, (64, 64))]
+    if ring == "turned":
+        x = np.ascontiguousarray(x.reshape(3, 64, k).transpose(0, 2, 1))
+        maps = [Tiled(x, (1, 64, 64)), Tiled(w.T.copy(), (64, 64))]
+        maps.append(Tiled(y.reshape(3, 64, f), (1, 64, 64)))
+    maps[0].tensor = held(memory, maps[0].tensor, late=True)[1]
+    at = memory.add(bias)
+    for blocks in (1, 2):
+        y[:] = unwritten(y.shape, BF16)
+        Launch(
+            find(f"parts_ring_{ring}"),
+            [
+                bytes(3 * 128),
+                pack("4Q", at, at, at, at),
+                pack("4i", 0, across, 3 * across, 1),
+                *(pack("i", n) for n in (steps, stages, f)),
+            ],
+            memory,
+            grid=(blocks,),
+            threads=160,
+            shared_bytes=stages * (stage + 16) + 1024,
+            maps=maps,
+        ).run(blocks)
+        check(y, 1 + x64 @ w64.T + bias, BF16, SUMS)
+
+
+def test_multiplies_what_lies_apart(find: Find, rng: np.random.Generator) -> None:
+    steps, stages, rows, f = 4, 3, 59, 136
+    (x, x64), (w, w64) = (drawn(rng, (n, 64 * steps), BF16) for n in (64, 128))
+    memory = Tensors()
+    at, y = held(memory, unwritten((64, f), BF16))
+    Launch(
+        find("parts_apart"),
+        [bytes(2 * 128), pack("Q", at), *(pack("i", n) for n in (steps, stages, rows, f))],
+        memory,
+        grid=(1,),
+        threads=288,
+        shared_bytes=(steps + stages) * (8192 + 16) + 1024,
+        maps=[Tiled(x, (64, 64)), Tiled(w, (64, 64))],
+    ).run()
+    scale = np.where(np.arange(rows) % 16 < 8, 3, 2)[:, None]
+    check(y[:rows, :128], (x64 @ w64.T)[:rows] * scale, BF16, SUMS)
+    assert np.isnan(wide(y[rows:], BF16)).all() and np.isnan(wide(y[:, 128:], BF16)).all()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "turned"),
+    [
+        ((BF16, BF16), False),
+        ((BF16, BF16), True),
+        ((E4M3, E4M3), False),
+        (("uint8", "int8"), False),
+    ],
+    ids=str,
+)
+def test_multiplies_registers(
+    find: Find, rng: np.random.Generator, dtypes: tuple[str, str], turned: bool
+) -> None:
+    steps, width = 5, 64 if dtypes[0] == BF16 else 128
+    (x, x64), (w, w64) = (drawn(rng, (64, steps * width), dtype) for dtype in dtypes)
+    memory = Tensors()
+    at, y = held(memory, np.full((64, 64), 77, np.int32 if dtypes[0] == "uint8" else np.float32))
+    Launch(
+        find(f"parts_registers_{dtypes[0]}_{turned}"),
+        [bytes(2 * 128), pack("Q", at), pack("i", steps)],
+        memory,
+        grid=(1,),
+        threads=160,
+        shared_bytes=2 * (2 * 8192 + 24) + 1024,
+        maps=[Tiled(x, (64, width)), Tiled(w.T.copy() if turned else w, (64, width))],
+    ).run()
+    if dtypes[0] == "uint8":
+        np.testing.assert_array_equal(y, x64 @ w64.T)
+    else:
+        check(y, x64 @ w64.T, "float32", SUMS)
+
+
+def test_multiplies_boxes(find: Find, rng: np.random.Generator) -> None:
+    (x, x64), (w, w64) = drawn(rng, (64, 128), BF16), drawn(rng, (32, 128), BF16)
+    memory = Tensors()
+    at, y = held(memory, unwritten((64, 32), "float32"))
+    Launch(
+        find("parts_boxes"),
+        [bytes(2 * 128), pack("Q", at)],
+        memory,
+        grid=(1,),
+        threads=128,
+        shared_bytes=2 * (8192 + 4096) + 16 + 1024,
+        maps=[Tiled(x, (64, 64)), Tiled(w, (32, 64))],
+    ).run()
+    check(y, x64 @ w64.T, "float32", SUMS)
+
+
+def test_multiplies_two_of_four(find: Find, rng: np.random.Generator) -> None:
+    (a, a64), (w, w64) = drawn(rng, (64, 32), BF16), drawn(rng, (32, 64), BF16)
+    pairs = np.array(list(itertools.combinations(range(4), 2)))
+    chosen = pairs[rng.integers(0, len(pairs), (64, 16))]  # of each row and four
+    dense = np.zeros((64, 16, 4))
+    np.put_along_axis(dense, chosen, a64.reshape(64, 16, 2), 2)
+    bits = chosen[:, :, 0] | chosen[:, :, 1] << 2
+    words = np.zeros((4, 8, 4), np.uint32)  # of warp, row and lane
+    for warp, row, lane, half, four in itertools.product(*map(range, (4, 8, 4, 2, 4))):
+        word = bits[16 * warp + 8 * half + row, 4 * lane + four]
+        words[warp, row, lane] |= np.uint32(word << 16 * half + 4 * four)
+    memory = Tensors()
+    cores = a.reshape(64, 4, 8).transpose(1, 0, 2)
+    at = [memory.add(each) for each in (cores, words)]
+    at_y, y = held(memory, unwritten((64, 32), "float32"))
+    Launch(
+        find("parts_sparse"),
+        [bytes(128), *(pack("Q", each) for each in (*at, at_y)), pack("i", 0)],
+        memory,
+        grid=(1,),
+        threads=128,
+        shared_bytes=4096 + 4096 + 16 + 1024,
+        maps=[Tiled(w, (32, 64))],
+    ).run()
+    check(y, 1 + dense.reshape(64, 64) @ w64.T, "float32", SUMS)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [
+        Conv(2, 9, 8, 72, 8, 3, 2, (2, 1), (1, 0), (1, 2), (1, 0)),
+        Conv(1, 12, 11, 136, 8, 2, 3, (3, 2), (1, 2)),
+        Conv(2, 7, 9, 72, 8),
+    ],
+    ids=str,
+)
+def test_copies_pixels_and_boxes(find: Find, rng: np.random.Generator, g: Conv) -> None:
+    x, (p, q), chunks, m0 = drawn(rng, (g.n, g.h, g.w, g.c), BF16)[0], g.out, -(-g.c // 64), 5
+    steps = g.r * g.s * chunks
+    begin, end = min(1, steps - 1), steps + 2
+    box = drawn(rng, (4, 3, 6, 136), BF16)[0]
+    memory = Tensors()
+    y = held(memory, np.zeros(((end - begin) * 64, 64), np.uint16))[1]
+    to = held(memory, np.zeros((3, 4, 7, 64), np.uint16))[1]
+    at, seen = held(memory, np.full((end - begin, 4), -1, np.int32))
+    sizes = [q, p * q, g.s, g.r * g.s, chunks, *g.stride, *g.pad, *g.dilation, int(g.plain)]
+    Launch(
+        find("parts_copies"),
+        [bytes(4 * 128), pack("Q", at), pack("12i", *sizes)]
+        + [pack("i", n) for n in (m0, begin, end)],
+        memory,
+        grid=(1,),
+        threads=32,
+        shared_bytes=2 * (8192 + 16) + 1024,
+        maps=[
+            pixels_of(x, g, 64, 64),
+            Tiled(y, (64, 64)),
+            Tiled(box, (1, 2, 4, 64)),
+            Tiled(to, (1, 2, 4, 64)),
+        ],
+    ).run()
+    numbers = list(itertools.product(range(g.r), range(g.s), range(chunks)))
+    want = [[r * g.s + s, r, s, c] for r, s, c in numbers]
+    want += [[g.r * g.s, g.r, 0, i] for i in range(2)]
+    np.testing.assert_array_equal(seen, want[begin:])
+    taps = [part for _, _, part in g.taps(np.pad(x, ((0, 0), (0, 0), (0, 0), (0, 64))))]
+    for i, (r, s, c) in enumerate(numbers[begin:]):
+        pixels = taps[r * g.s + s].reshape(g.pixels, -1)[m0 : m0 + 64, 64 * c : 64 * c + 64]
+        np.testing.assert_array_equal(y[64 * i :][: len(pixels)], pixels)
+    # Coordinates come with the last axis first: 64, -1, 1, 2, and 0, 1, -1, 1.
+    moved = np.zeros((2, 4, 64), np.uint16)
+    moved[:, 1:] = box[2, 1:3, :3, 64:128]
+    whole = np.zeros_like(to)
+    whole[1, 0, 1:5] = moved[1]
+    np.testing.assert_array_equal(to, whole)
+
+
+WINDOWS = [
+    Conv(2, 6, 6, 136, 40, 3, 3, pad=(1, 1)),  # one band
+    Conv(1, 10, 12, 64, 32, 3, 3, pad=(1, 1)),  # three bands
+    Conv(2, 8, 9, 72, 32, 3, 3, (2, 2), (1, 1)),  # tap by tap
+    Conv(2, 6, 9, 136, 40),  # a matrix
+]
+
+
+@pytest.mark.parametrize("stages", [(1, 3), (2, 4), (3, 30)], ids=str)
+@pytest.mark.parametrize("g", WINDOWS, ids=str)
+@pytest.mark.parametrize("listed", [False, True])
+def test_multiplies_windows(
+    find: Find, rng: np.random.Generator, listed: bool, g: Conv, stages: tuple[int, int]
+) -> None:
+    (x, x64), taps, chunks = drawn(rng, (g.n, g.h, g.w, g.c), BF16), g.r * g.s, -(-g.c // 64)
+    w, w64 = drawn(rng, (g.f, taps, g.c), BF16)
+    bias = rng.standard_normal(64).astype(np.float32)
+    begin, left_out, used = min(2, chunks - 1), 1, np.zeros_like(w64)
+    for number in range(begin, taps * chunks):
+        if not listed or number % 4 != left_out:
+            chunk, tap = divmod(number, taps)
+            channels = slice(64 * chunk, 64 * chunk + 64)
+            used[:, tap, channels] = w64[:, tap, channels]
+    memory = Tensors()
+    map_, box, tiles = pixel_box(held(memory, x, late=True)[1], g, 64, 64)
+    x_stages, w_stages = stages if box[2] else (stages[1], stages[1])
+    across, (at, y), at_bias = (
+        -(-g.f // 32),
+        held(memory, unwritten((g.pixels, g.f), BF16)),
+        memory.add(bias),
+    )
+    sizes = problem(
+        g, [g.pixels], [0], width=64, columns=across, splits=1, tiles=tiles * across, alpha=0.5
+    )
+    Launch(
+        find(f"parts_window_{listed}"),
+        [bytes(2 * 128), pack("4Q", at_bias, at_bias, at, at), sizes, pack("5i", *box)]
+        + [pack("i", n) for n in (x_stages, w_stages, begin, left_out)],
+        memory,
+        grid=(tiles * across,),
+        threads=192,
+        shared_bytes=x_stages * (box[0] + 16) + w_stages * (4096 + 16) + 512 + 1024,
+        maps=[map_, Tiled(w, (32, 1, 64))],
+    ).run()
+    want = g.apply(x64, used.reshape(g.f, g.r, g.s, g.c)) / 2 + bias[: g.f]
+    check(y, want, BF16, SUMS)
+
+
+@pytest.mark.parametrize(("dtype", "peers"), [("float32", 2), ("int32", 4)])
+def test_exchanges_sums(find: Find, rng: np.random.Generator, dtype: str, peers: int) -> None:
+    tiles = 4 // peers
+    sums = rng.integers(-(2**20), 2**20, (tiles, peers, 128, 64)).astype(dtype)
+    memory = Tensors()
+    at, (at_y, y) = memory.add(sums), held(memory, np.full((tiles, 128, 64), -1, dtype))
+    Launch(
+        find(f"parts_exchange_{peers}_{dtype}"),
+        [pack("Q", at), pack("Q", at_y), pack("4i", 0, 1, tiles, peers)],
+        memory,
+        grid=(4,),
+        threads=256,
+        shared_bytes=(peers - 1) * 128 * 64 // peers * 4 + 8 + 1024,
+        cluster=peers,
+    ).run()
+    np.testing.assert_array_equal(y, sums.sum(1, dtype=dtype))
+
+
+@pytest.mark.parametrize("m", [64, 37])
+@pytest.mark.parametrize("splits", [2, 4, 8])
+@pytest.mark.parametrize("columns", [32, 64])
+def test_inbox_of_a_cluster(
+    find: Find, rng: np.random.Generator, columns: int, splits: int, m: int
+) -> None:
+    f = columns - 8
+    sums = rng.standard_normal((splits, 64, columns)).astype(np.float32)
+    bias = rng.standard_normal(columns).astype(np.float32)
+    residual = rounded(rng.standard_normal((m, f)), BF16)
+    memory = Tensors()
+    at = [memory.add(a) for a in (bias, bias, residual, unwritten((m, f), BF16))]
+    Launch(
+        find(f"parts_inbox_{columns}"),
+        [
+            pack("Q", memory.add(sums)),
+            pack("4Q", *at),
+            pack("4i", 0, 1, 1, splits),
+            pack("i", m),
+            pack("i", f),
+        ],
+        memory,
+        grid=(splits,),
+        threads=128,
+        shared_bytes=64 * columns * 4 + 8 + 4 * columns + 1024,
+        cluster=splits,
+    ).run()
+    want = sums.astype(np.float64).sum(0)[:m, :f] / 2 + bias[:f] + wide(residual, BF16)
+    check(memory.array(at[3], residual), np.maximum(want, 0), BF16, SUMS)
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 4, 8, 9, 11, 22])
+@pytest.mark.parametrize(("peers", "blocks"), [(1, 8), (2, 8), (4, 8), (2, 6)])
+def test_units_of_work(find: Find, peers: int, blocks: int, tiles: int) -> None:
+    steps, room = 7, 16
+    memory = Tensors()
+    at, seen = held(memory, np.full((blocks, room, 4), -1, np.int32))
+    Launch(
+        find(f"parts_work_{peers}"),
+        [pack("Q", at), pack("4i", 0, 1, tiles, peers), pack("i", steps), pack("i", room)],
+        memory,
+        grid=(blocks,),
+        threads=32,
+        cluster=peers,
+    ).run()
+    whole, rest = tiles // blocks, tiles % blocks
+    shares = peers > 1 and 0 < rest * peers <= blocks
+    for block in range(blocks):
+        units = [[turn * blocks + block, 0, steps, 0] for turn in range(whole)]
+        tile, rank = divmod(block, peers)
+        if shares and tile < rest:
+            part = [steps * rank // peers, steps * (rank + 1) // peers]
+            units.append([whole * blocks + tile, *part, 1])
+        elif not shares and block < rest:
+            units.append([whole * blocks + block, 0, steps, 0])
+        np.testing.assert_array_equal(seen[block, 1 : 1 + len(units)], np.reshape(units, (-1, 4)))
+        start, at_rank, count, there = seen[block, 0]
+        assert (at_rank, there) == (rank, len(units))
+        if units:
+            assert (start, count) == (units[0][0], units[0][2] - units[0][1])
+        elif peers > 1:
+            assert count == 0
+
+
+@pytest.mark.parametrize(("blocks", "rows"), [(9, (4, 1, 2)), (12, (30, 1, 1)), (15, (3, 9, 5))])
+def test_stationary_tiles(find: Find, blocks: int, rows: tuple[int, int, int]) -> None:
+    columns, room = 3, 40
+    firsts = (np.cumsum([0, *rows[:-1]]) * columns).tolist()
+    memory = Tensors()
+    at, seen = held(memory, np.full((blocks, 2, room, 3), -1, np.int32))
+    schedule = pack("6i", *firsts, columns, sum(rows) * columns, 1)
+    Launch(
+        find("parts_stationary"),
+        [pack("Q", at), schedule, pack("i", room)],
+        memory,
+        grid=(blocks,),
+        threads=32,
+    ).run()
+    tiles = []
+    for block in seen:
+        own = [[tuple(map(int, tile)) for tile in worker if tile[0] >= 0] for worker in block]
+        first, second = own
+        assert 0 <= len(first) - len(second) <= 1
+        assert len({(product, column) for product, _, column in first + second}) <= 1
+        tiles += first + second
+    want = [(i, row, f) for i, n in enumerate(rows) for row in range(n) for f in range(columns)]
+    assert sorted(tiles) == want
+
+
+def test_consumers_take_turns(find: Find) -> None:
+    for seed in range(4):
+        memory = Tensors()
+        at, seen = held(memory, np.full((12,), -1, np.int32))
+        Launch(
+            find("parts_turns"),
+            [pack("Q", at), pack("i", 4)],
+            memory,
+            grid=(1,),
+            threads=384,
+            shared_bytes=4 + 1024,
+        ).run(seed)
+        np.testing.assert_array_equal(seen, np.arange(12) % 3)
+
+
+def moments_of(x: Array) -> Array:
+    """Sums 32 columns and their squares: [M, C / 32, 2] in float32."""
+    groups = x.reshape(len(x), -1, 32)
+    return np.stack([groups.sum(2), (groups**2).sum(2)], 2).astype(np.float32)
+
+
+@pytest.mark.parametrize(("m", "f"), [(64, 128), (43, 96)])
+def test_sums_leave_the_registers(find: Find, rng: np.random.Generator, m: int, f: int) -> None:
+    sums = rng.standard_normal((64, 128)).astype(np.float32)
+    bias = rng.standard_normal(128).astype(np.float32)
+    beside, residual = (rounded(rng.standard_normal(n), BF16) for n in ((64, 128), (m, f)))
+    x, eps = rng.standard_normal((m, 14 * 32)) * 3 + 1, 1e-3
+    memory = Tensors()
+    before, after, measured = (
+        Norm(moments_of(x), eps),
+        *(Norm(np.full((m, f // 32, 2), np.nan, np.float32)) for _ in range(2)),
+    )
+    y, boxes = (held(memory, unwritten(n, BF16)) for n in ((m, f), (64, 128)))
+    mean = held(memory, unwritten((f,), BF16))
+    at_bias, at_residual = memory.add(bias), memory.add(residual)
+    Launch(
+        find("parts_exits"),
+        [
+            bytes(2 * 128),
+            pack("Q", memory.add(sums)),
+            pack("4Q", at_bias, at_bias, at_residual, y[0]) + measured.packed(memory),
+            pack("4Q", at_bias, at_bias, at_residual, mean[0]),
+            before.packed(memory),
+            after.packed(memory),
+            pack("i", m),
+            pack("i", f),
+        ],
+        memory,
+        grid=(1,),
+        threads=128,
+        shared_bytes=3 * (8192 + 16) + 5 * 512 + 1024,
+        maps=[Tiled(beside, (64, 64)), Tiled(boxes[1], (64, 64))],
+    ).run()
+    exact, added = sums.astype(np.float64), wide(residual, BF16)
+    check(boxes[1], exact + wide(beside, BF16), BF16, SUMS)
+    np.testing.assert_allclose(
+        after.moments, moments_of(wide(boxes[1], BF16)[:m, :f]), rtol=1e-5, atol=1e-4
+    )
+    scale = 1 / np.sqrt(x.var(1, keepdims=True) + eps)
+    check(y[1], np.maximum(exact[:m, :f] * scale + bias[:f] + added, 0), BF16, 2**-16)
+    np.testing.assert_allclose(measured.moments, moments_of(wide(y[1], BF16)), rtol=1e-5, atol=1e-4)
+    half = np.maximum(exact[:m, :f] / 2 + bias[:f] + added, 0).astype(np.float32)
+    check(mean[1], wide(rounded(half, BF16), BF16).mean(0), BF16, 2**-12)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", E4M3])
+def test_sums_leave_as_bytes(find: Find, rng: np.random.Generator, dtype: str) -> None:
+    f, m, zero, steps, beside = 48, 41, 3, (0.25, 2.0), 0.5
+    if dtype == E4M3:
+        sums, steps = rng.standard_normal((64, 64)).astype(np.float32) * 100, (1.0, 0.0)
+    else:
+        sums = rng.integers(-300, 400, (64, 64)).astype(np.int32)
+    factors, bias = rng.random(64, np.float32), rng.standard_normal(64).astype(np.float32)
+    residual, residual64 = drawn(rng, (64, 64), dtype)
+    memory = Tensors()
+    y = held(memory, unwritten((64, 64), dtype))[1]
+    (at_rows, rows), (at_scaled, scaled) = (
+        held(memory, a) for a in (unwritten((64, 96), dtype), np.zeros_like(sums))
+    )
+    at_bias, at_factors = memory.add(bias), memory.add(factors)
+    scales = pack("2Q4f", at_factors, at_factors, beside, 0, *steps)
+    Launch(
+        find(f"parts_bytes_{dtype}"),
+        [
+            bytes(2 * 128),
+            pack("Q", memory.add(sums)),
+            pack("4Q", at_bias, at_bias, at_rows, at_rows) + scales,
+            pack("Q", at_rows),
+            pack("Q", at_scaled),
+            pack("i", m),
+            pack("i", f),
+            pack("f", zero),
+        ],
+        memory,
+        grid=(1,),
+        threads=128,
+        shared_bytes=4096 + 16 + 1024,
+        maps=[Tiled(residual, (64, 64)), Tiled(y, (64, 64))],
+    ).run()
+
+    def close(got: Array, want: Array) -> None:
+        low, high = (rounded(want * (1 + s) + s, dtype) for s in (-1e-4, 1e-4))
+        ends = np.sort([wide(low, dtype), wide(high, dtype)], 0)
+        values = wide(got, dtype)
+        assert ((ends[0] <= values) & (values <= ends[1])).all()
+        assert len(np.unique(values)) > 20
+
+    exact, order = sums.astype(np.float64), quads(np.arange(64))  # filters as they lie
+    half = np.where(np.arange(64) % 16 < 8, 0.5, 0.25)[:, None]
+    shown = exact * half
+    close(rows[1:, 16:80][:m], (shown if dtype == E4M3 else np.rint(shown) + zero)[:m])
+    outside = np.ones(rows.shape, bool)
+    outside[1 : 1 + m, 16:80] = False
+    np.testing.assert_array_equal(rows[outside], unwritten(rows.shape, dtype)[outside])
+
+    want = exact * factors[order]
+    there = order < f
+    if dtype == E4M3:
+        check(scaled[:, there], want[:, there], "float32", SUMS)
+    else:
+        assert (scaled[:, there] % 16 == 0).all()
+        assert (np.abs(scaled - want)[:, there] <= 8 + 1e-3).all()
+
+    product = np.zeros_like(exact)
+    product[order] = exact * factors[order, None] + bias[order, None]
+    product[f:] = 0
+    want = np.maximum(product + beside * residual64.T, 0)
+    if dtype != E4M3:
+        want = np.rint(want / steps[0]) + steps[1]
+    close(y.T, want)

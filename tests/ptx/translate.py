@@ -29,7 +29,9 @@ FLOAT8 = {"e4m3x2": "float8_e4m3fn", "e5m2x2": "float8_e5m2"}
 BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 IGNORED: tuple[str, ...] = ("griddepcontrol.launch", "fence", "membar", "prefetch", "wgmma.fence")
 IGNORED += ("setmaxnreg",)
-"""Without an effect here: blocks run one after another, and memory is coherent."""
+"""Without an effect here: blocks run one after another, and memory is coherent.
+
+But for fence.proxy.async: the copy engine must not read what threads wrote and did not fence."""
 COLLECTIVE = ("shfl", "mma", "ldmatrix", "movmatrix", "wgmma", "bar", "vote", "stmatrix")
 STOPS = ("bar.sync", "barrier.sync", "barrier.cluster.wait", "mbarrier.try_wait", "wgmma.wait")
 SCALARS: dict[str, Any] = {
@@ -174,11 +176,14 @@ class Translator:
 
     def line(self, i: Instruction) -> list[str]:
         """Translates one instruction."""
-        if i.op.startswith((*IGNORED, "bar.warp")):
+        fences = i.op.startswith("fence.proxy.async")
+        if i.op.startswith((*IGNORED, "bar.warp")) and not fences:
             return []
         guard = "w = m"
         if i.guard:
             guard = f"w = m & {'~' if i.negated else ''}{self.value(i.guard, 'p')}"
+        if fences:
+            return [guard, "g.fence_async(w)"]
         try:
             return [guard, *self.semantics(i)]
         except (KeyError, IndexError, ValueError, AttributeError) as error:
