@@ -13,6 +13,9 @@ from .mask import Mask, MaskSizes, MaskTensors
 from .plain import enqueue_plain
 from .tiles import padded
 
+comptime MANY = 1 << 30
+"""More keys than there are."""
+
 
 def splits_keys(o: Attention[_, _], rows: Int, device: Device) -> Bool:
     """Tells whether there are so few queries that warps share them, each with some of the keys.
@@ -73,7 +76,7 @@ def attention_gpu[
                     enqueue_flash[dtype, depth, 1, 1, mask](o, tensors, sizes, ctx)
             return
         # Hopper's copy engine brings whole boxes of 32 or 64 channels of a head.
-        comptime LEAST = least_keys(depth) if IS_HOPPER and depth % 32 == 0 else Int.MAX
+        comptime LEAST = least_keys(depth) if IS_HOPPER and depth % 32 == 0 else MANY
         comptime SHORT = short(depth)
         comptime if _may_be(keys, LEAST, SHORT.keys):
             if LEAST <= s <= SHORT.keys:
@@ -88,6 +91,6 @@ def attention_gpu[
         enqueue_plain[dtype, depth, mask](rebind[Attention[dtype]](o), tensors, sizes, ctx)
 
 
-def _may_be(size: Int, least: Int, most: Int = Int.MAX - 1) -> Bool:
+def _may_be(size: Int, least: Int, most: Int = MANY - 1) -> Bool:
     """Tells whether a size that is perhaps not known, and then not positive, may be in a range."""
     return least <= most and (size <= 0 or least <= size <= most)

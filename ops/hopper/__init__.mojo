@@ -8,15 +8,16 @@
     mma          wgmma: matrix descriptors, and products of a stage
     accumulator  which sums a thread holds
     epilogue     how the sums become the result, and leave through shared memory
+    moments      sums of a result's rows, and the layer norm that the next product applies by them
     store        how a result leaves through the copy engine, and who may write there again
     direct_store how they leave straight from the registers
     scheduler    which block computes what: persistent blocks, clusters that share a tile
     cluster      how blocks that share a tile add up their sums
     conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded
     pixel_box    one box of pixels for all taps of a window
-    window       the steps of K, and the producer, where x and filters come through rings of their own
+    window       the steps of K, and the producer, where x and filters have rings of their own
     mainloop     the loop over K of a consumer
     tile         a block that computes one tile: what it stages, and what its consumers do
 
-The names are CUTLASS 3's and the PTX manual's.
+Where CUTLASS 3 or the PTX manual has a name for a part, its file says which.
 """

@@ -6,23 +6,19 @@ through the stage after a tile's last one.
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, thread_idx
-from max.gpu.compute.mma import (
-    wgmma_commit_group_sync,
-    wgmma_fence_aligned,
-    wgmma_wait_group_sync,
-)
 from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from ops.device import Device
 from ops.epilogue import Epilogue
 from ops.hopper.accumulator import Fragment, Sums
 from ops.hopper.epilogue import EpilogueTensors, finish_rows
-from ops.hopper.mma import SUM, Matrix, mma
+from ops.hopper.mainloop import multiply_stages
+from ops.hopper.mma import SUM
 from ops.hopper.pipeline import Pipeline
 from ops.hopper.ptx import stores_read
 from ops.hopper.scheduler import TileScheduler
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
-from ops.hopper.store import store_boxes, sync_writes
+from ops.hopper.store import Storing, load_residual, store_boxes, sync_writes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ops.launch import launch
 from ops.operands import F32, Data
@@ -84,9 +80,7 @@ def produce[
             x.load(pipeline.stage(), pipeline.barrier(), k * WIDTH, tile.row * TILE)
             w.load(pipeline.stage() + HALF, pipeline.barrier(), k * WIDTH, tile.column * TILE)
             pipeline.advance()
-        pipeline.acquire()  # for the result; a residual would be loaded here
-        pipeline.commit()
-        pipeline.advance()
+        load_residual[dtype, TILE, joins=False](pipeline, x, 0, 0)  # room for the result
 
 
 @always_inline
@@ -104,31 +98,28 @@ def consume[
     """Multiplies the stages, and stores the tiles."""
     var y = TileStore(maps, 2)
     var pipeline = at_start
+    var storing = Storing[1]()
     for number in schedule.turns():
         var tile = schedule.tile(number)
-        var sums = Sums[TILE, SUM[dtype]](fill=0)
-        for _ in range(steps):
-            pipeline.wait()
-            wgmma_fence_aligned()
-            sums = mma[dtype, TILE](
-                Matrix(pipeline.stage()), Matrix(pipeline.stage() + HALF), sums
-            )
-            wgmma_commit_group_sync()
-            wgmma_wait_group_sync[0]()
-            if at.leads():
-                pipeline.release()
-            pipeline.advance()
-
+        var sums = multiply_stages[dtype, TILE, overlap=False](
+            pipeline,
+            storing,
+            steps,
+            a=0,
+            b=HALF,
+            leads=at.leads(),
+            start=Sums[TILE, SUM[dtype]](fill=0),
+        )
         pipeline.wait()
         finish_rows[out, epilogue, TILE, pitch=HALF](
             pipeline.stage(), at, sums, 1, tensors, tile.column * TILE, columns
         )
         sync_writes(1)
+        storing.begin(pipeline)
         if at.leads():
             store_boxes[out, TILE](y, pipeline.stage(), tile.column * TILE, tile.row * TILE)
-            stores_read()
-            pipeline.release()
         pipeline.advance()
+    stores_read()
 
 
 def enqueue_gemm[
