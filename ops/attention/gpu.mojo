@@ -43,7 +43,8 @@ def attention_gpu[
         dtype: Of the other tensors.
         depth: Channels of a head.
         mask: What is done to the scores.
-        keys: S if the graph knows it, which it then is; the kernels for any other are not compiled.
+        keys: S if it is known at compile time, else not positive: only kernels that can serve S are
+            compiled.
 
     Args:
         o: Tensors and sizes.
@@ -92,5 +93,5 @@ def attention_gpu[
 
 
 def _may_be(size: Int, least: Int, most: Int = MANY - 1) -> Bool:
-    """Tells whether a size that is perhaps not known, and then not positive, may be in a range."""
+    """Tells whether a size may be in a range; one that is not positive is not known, and may be."""
     return least <= most and (size <= 0 or least <= size <= most)

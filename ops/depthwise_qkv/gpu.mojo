@@ -561,12 +561,13 @@ def _enqueue[
 def depthwise_qkv_gpu[
     dtype: DType, kernel: Int, channels: Int = 0
 ](o: QkvOperands[dtype, _], g: QkvSizes, ctx: DeviceContext) raises:
-    """Enqueues the projections of all images: hopper.mojo's kernel where it is faster, or this one.
+    """Enqueues the projections of all images: hopper.mojo's kernel where it is faster, or this file's.
 
     Parameters:
         dtype: Of tokens and filters.
         kernel: Taps of a side of the window.
-        channels: C if the graph knows it, which it then is; the kernels for any other are not compiled.
+        channels: C if it is known at compile time, else not positive: only kernels that can serve C are
+            compiled.
 
     Args:
         o: Tensors.

@@ -9,8 +9,8 @@
     accumulator  which sums a thread holds
     epilogue     how the sums become the result, and leave through shared memory
     moments      sums of a result's rows, and the layer norm that the next product applies by them
-    store        how a result leaves through the copy engine, and who may write there again
-    direct_store how they leave straight from the registers
+    store        how a result leaves by the copy engine, and when its place is written again
+    direct_store how results leave straight from the registers
     scheduler    which block computes what: persistent blocks, clusters that share a tile
     cluster      how blocks that share a tile add up their sums
     conv         an implicit GEMM's sizes, and how its tiles of pixels are loaded

@@ -1,8 +1,9 @@
-"""A barrier of shared memory that counts arrivals, and bytes that copies and peers bring.
+"""A barrier in shared memory that counts arrivals, and bytes written by the copy engine or by peers.
 
-    init, fence_barrier_init   by one thread, before anybody else knows of it
-    expect, or arrive          by whoever has copies bring bytes, or has written them by hand
-    wait                       by whoever reads them
+    init, fence_barrier_init   one thread; the block or cluster meets before others use the barrier
+    expect                     the thread that starts copies
+    arrive                     threads that have written the data themselves, or have read it
+    wait                       threads that need the data, or its place
 
 A phase ends when all arrivals have come and all bytes that were announced; then the next begins.
 Pipeline makes a ring of such barriers; a barrier alone serves what comes once.
@@ -20,10 +21,10 @@ struct Barrier(TrivialRegisterPassable):
     """An mbarrier object."""
 
     comptime BYTES = 8
-    """Of the object."""
+    """Size of the object."""
 
     var address: UInt32
-    """In shared memory; loads are given it, to tell of their bytes."""
+    """In shared memory; copies are given it, and count their bytes there."""
 
     @always_inline
     def init(self, arrivals: Int = 1):

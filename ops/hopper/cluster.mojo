@@ -1,16 +1,18 @@
 """How the blocks of a cluster add up a tile that they share: each has summed a part of K (split-K).
 
-    Inbox            for a block of one small tile (tile.mojo), in clusters of 2, 4 or 8: each block finishes some
-                     columns. From its registers it sends every block the sums of that block's columns (st.async,
-                     PTX ISA 8.1), and that block's barrier tells when all have come
-    Exchange         the same for larger tiles, of as many blocks as are known at compile time: a block's own sums
-                     stay in its registers
-    reduce_cluster   for any tile and any number of blocks: `leave_rows` or `leave_columns` leaves a block's sums
-                     where its ring was, and then each block loads some rows of all blocks and finishes them
+    Inbox            for a block of one small tile (tile.mojo), in clusters of 2, 4 or 8: each block
+                     finishes some columns. From its registers it sends every block the sums of that
+                     block's columns (st.async, PTX ISA 8.1), whose barrier tells when all have come
+    Exchange         the same for larger tiles, for a number of blocks known at compile time: a block's
+                     own sums stay in its registers
+    reduce_cluster   for a number of blocks that divides the tile's rows: `leave_rows` or `leave_columns`
+                     leaves a block's sums where its ring was, and then each block loads some rows of
+                     all blocks and finishes them
 
-reduce_cluster needs no room beside the ring, but the cluster waits twice: before it reads, and before anybody ends.
-And its loads wait for one another. Of the other two nobody waits for the cluster at the end: when all has come,
-nobody sends any more. docs/kernels.md has times of each (Few tiles, Clusters of two, Rejected).
+reduce_cluster needs no room beside the ring, but the cluster waits twice: before it reads, and before any
+block ends. Its loads run one after another. With the other two a block may end without waiting for the
+cluster: once its sums have come, no peer accesses its shared memory again. docs/kernels.md has times of
+each (Few tiles, Clusters of two, Rejected).
 
     barrier.init, fence_barrier_init, expect    by one thread
     cluster_arrive, ..., cluster_wait           so that peers do not send before that

@@ -1,6 +1,7 @@
-"""Sums that leave the registers straight for the result: `ops/hopper/epilogue.mojo` without shared memory.
+"""Stores sums from registers to global memory: results are not staged in shared memory.
 
-That takes more instructions, but none waits for shared memory or the copy engine, as suits one small tile a block.
+That takes more instructions, but saves the staging and its barriers, which pays for one small tile a block.
+The bias is in shared memory, and `pool_pairs` adds up through it.
 
     Outputs, finish_pairs   pair by pair
     pool_pairs              the same, but the mean of the tile's rows is stored in place of these
@@ -55,7 +56,7 @@ def store_rows[
         rows: How many rows are to be stored; all if 64 or more.
         column: The first column of y, a multiple of 8.
         pitch: Columns of y, a multiple of 8.
-        zero: The integer that stands for 0; of floats none is.
+        zero: Zero point of a result of integers; floats have none.
     """
     comptime assert (
         size_of[dtype]() <= 2 and columns % 32 == 0

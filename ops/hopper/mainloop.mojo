@@ -1,15 +1,16 @@
 """The loop over K of a consumer: wait for a stage, multiply it, release it.
 
-Products of a stage run while those of the next one are issued: the wait after these, and the release, are
-of the stage before.
+With `overlap` the products of a stage are issued before those of the previous stage are waited for, and the
+previous stage is released then. Without it each stage is finished before the next.
 
     multiply_stages   a stage has both sides of a step
     multiply_steps    x and the filters have rings of their own, and steps may share a box of pixels
 
 They are two because a ring may have room for one box only, so `multiply_steps` waits for all products
-of a box before it waits for the next box. Three kernels have a loop of their own: in gemm/turned.mojo
-products run on from box to box; gemm/pingpong.mojo passes the turn on while its last products run; in
-sparse_conv2d/two_four.mojo products read registers, which are held until the next step's are issued.
+of a box before it waits for the next box. Three GEMMs write their own loop: gemm/turned.mojo keeps
+products in flight from box to box; gemm/pingpong.mojo signals the other consumer while its last products
+run; in sparse_conv2d/two_four.mojo products read registers, which are held until the next step's are
+issued. Attention, chains and the stem are no plain loops over K.
 
 CUTLASS calls this a collective mainloop (sm90_mma_tma_gmma_ss_warpspecialized).
 """
@@ -147,7 +148,8 @@ def multiply_steps[
         resident: Whether the filters of all steps are there already, a stage of their own each.
 
     Returns:
-        The sums, once the last group has been waited for.
+        The sums, still in flight: the caller waits for all groups before it reads them. The last
+        stages are not released.
     """
     var x = x_at_start
     var w = w_at_start

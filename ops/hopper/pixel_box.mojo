@@ -1,9 +1,10 @@
 """Windows whose taps all read one box of pixels.
 
-A tile is a band of an image: of each 128 bytes of channels the copy engine brings `height + R - 1`
-whole rows once, with their padding. The output pixels of a row and S - 1 more are rows of the
-product, so a tap is a shift of the matrix's first row (windows of several taps, stride 1). Of other
-windows the pixels come tap by tap, as load_pixels of conv.mojo brings them.
+A tile is a band of an image: of each 128 or 64 bytes of channels the copy engine brings `height + R - 1`
+whole rows once, with their padding. Each row of the image gives Q + S - 1 rows of the product, of which
+the last S - 1 are computed in vain. So tap (r, s) is the same box from row r (Q + S - 1) + s on. That
+takes several taps, stride and dilation 1, and a box of at most `BOX` rows; of other windows the pixels come
+tap by tap, as load_pixels of conv.mojo brings them.
 
     PixelBox   which pixels are a tile's, and what a stage of x holds
     box_map    the tensor map that brings it
@@ -133,7 +134,7 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
 
     @always_inline
     def warps(self, pixels: Int32, tile: Int32) -> Int32:
-        """Counts the consumers' warps that have a pixel of the tile.
+        """Counts the consumers' warps that may have a pixel of the tile.
 
         Args:
             pixels: M.

@@ -1,10 +1,11 @@
-"""How a result leaves shared memory through the copy engine, and who may write there again.
+"""How a result leaves shared memory by the copy engine, and when that memory may be written again.
 
 A consumer, a warpgroup, goes
 
     finish_rows or finish_columns   the result lies in boxes in shared memory
     sync_writes                     all of it, visible to the copy engine
-    store_boxes                     by the first thread, which alone knows when they have been read
+    store_boxes                     by the first thread: groups of stores are a thread's own, so it
+                                    alone can wait for them
 
 and a place is written again in one of two ways:
 
@@ -127,7 +128,7 @@ struct Storing[count: Int](TrivialRegisterPassable):
     """
 
     var first: UInt32
-    """The first of them, and one more; 0 if there are none."""
+    """Index of the first, plus 1; 0 if there are none."""
 
     @always_inline
     def __init__(out self):
@@ -136,7 +137,7 @@ struct Storing[count: Int](TrivialRegisterPassable):
 
     @always_inline
     def begin(mut self, pipeline: Pipeline):
-        """Notes that the next stages will be stored.
+        """Notes that `count` stages, from the current one on, are being stored.
 
         Args:
             pipeline: Where the consumer is.
@@ -191,7 +192,7 @@ struct StoringStage(TrivialRegisterPassable):
 struct BoxRing[most: Int](TrivialRegisterPassable):
     """Boxes of a warpgroup's own, from which its results leave in turns.
 
-    No barrier tells when a box is free: its first thread waits for its stores, and the others for it.
+    No mbarrier is needed: the warpgroup's first thread waits for its stores, then all its threads meet.
 
     Parameters:
         most: Boxes at most.

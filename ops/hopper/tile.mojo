@@ -1,7 +1,7 @@
 """A block that computes one tile, or a cluster's share of one, from the filters to the result.
 
-Blocks that go from tile to tile hide what each tile begins and ends with; where there are no more
-tiles than blocks, that is most of the time. So what does not depend on the kernel ahead is done
+Persistent blocks overlap the beginning and the end of a tile with other tiles. With one tile a block,
+beginning and end are most of the time. So what does not depend on the kernel ahead is done
 before it ends (programmatic dependent launch), and nothing waits for shared memory or a cluster on
 the way out:
 

@@ -1,6 +1,7 @@
 """Windows where x and the filters come through rings of their own: the steps of K, and the producer.
 
-A stage of x holds a box of pixels for all taps of 128 bytes of channels (pixel_box.mojo), or the pixels of one tap.
+A stage of x holds a box of pixels for all taps of 128 bytes of channels (pixel_box.mojo), or the pixels
+of one tap.
 
     StepCounter      the steps of K that a block multiplies: all of its part, counted
     StepList         the same, where some are left out: a list in shared memory
@@ -30,7 +31,8 @@ struct Reads(TrivialRegisterPassable):
     """What a step of K reads of x, in 4 bytes."""
 
     var bits: UInt32
-    """Of a box: its number above, bytes to the tap's first row below. Else row, column, channels."""
+    """Of a box its number in bits 16 to 31, bytes to the tap's first row below; of a tap its row in bits 24
+    to 31, its column in 16 to 23, its channels below."""
 
     @staticmethod
     @always_inline
@@ -93,7 +95,7 @@ struct Reads(TrivialRegisterPassable):
         """Gives the row of a tap.
 
         Returns:
-            In the box.
+            In the window.
         """
         return Int32(self.bits >> 24)
 
@@ -102,7 +104,7 @@ struct Reads(TrivialRegisterPassable):
         """Gives the column of a tap.
 
         Returns:
-            In the box.
+            In the window.
         """
         return Int32(self.bits >> 16 & 0xFF)
 

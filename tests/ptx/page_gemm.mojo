@@ -80,7 +80,7 @@ def produce[
             x.load(pipeline.stage(), pipeline.barrier(), k * WIDTH, tile.row * TILE)
             w.load(pipeline.stage() + HALF, pipeline.barrier(), k * WIDTH, tile.column * TILE)
             pipeline.advance()
-        load_residual[dtype, TILE, joins=False](pipeline, x, 0, 0)  # room for the result
+        load_residual[dtype, TILE, joins=False](pipeline, x, 0, 0)  # an empty stage, for the result
 
 
 @always_inline
