@@ -28,7 +28,7 @@ from ..async_copy import commit_copies, wait_copies
 from ..device import Device
 from ..hopper.accumulator import Fragment, Sums
 from ..launch import launch
-from ..operands import F32, U32, Data, Shared, dtypes
+from ..operands import F32, U32, Shared, dtypes
 from ..rows import over_lanes
 from ..swizzle import chunk_place
 from .config import LOG2_E, Attention, affine

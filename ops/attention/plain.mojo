@@ -17,7 +17,7 @@ from std.math import ceildiv, exp
 from std.utils.numerics import neg_inf
 
 from ..launch import launch
-from ..operands import F32, Data
+from ..operands import F32
 from .config import LOG2_E, LOWEST, Attention
 from .mask import Mask, MaskSizes, MaskTensors
 

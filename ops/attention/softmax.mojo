@@ -12,7 +12,7 @@ from std.utils.static_tuple import StaticTuple
 
 from ..hopper.accumulator import pair
 from ..hopper.ptx import packed
-from ..operands import F32, U32
+from ..operands import F32
 from ..rows import over_lanes
 from .config import LOWEST
 

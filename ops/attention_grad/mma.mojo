@@ -31,7 +31,7 @@ from ..attention.mask import Mask, MaskSizes, MaskTensors
 from ..attention.tiles import add_scores, add_values, copy_chunk, left_side, padded, store_rows
 from ..hopper.accumulator import Fragment, Sums
 from ..launch import launch
-from ..operands import F32, U32, Data, Shared, widened
+from ..operands import F32, U32, Shared, widened
 from ..rows import over_lanes
 from ..swizzle import chunk_place
 from .tensors import AttentionGrad

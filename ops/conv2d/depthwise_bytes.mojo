@@ -24,7 +24,6 @@ registers. Bound by vector instructions: products, interleaving and the epilogue
 from max.runtime.asyncrt import parallelism_level
 from std.math import ceildiv
 from std.memory import bitcast
-from std.sys.intrinsics import llvm_intrinsic
 from std.utils import IndexList
 
 from ..dot import HAS_VNNI, I8, I32, U8, dot

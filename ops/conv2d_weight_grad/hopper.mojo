@@ -29,7 +29,6 @@ from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums, pair
 from ..hopper.conv import Conv, Step, load_pixels, pixels_map
 from ..hopper.mainloop import multiply_stages
-from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import fence_barrier_init, sync_threads
 from ..hopper.scheduler import Share
@@ -38,7 +37,7 @@ from ..hopper.store import Storing
 from ..hopper.tma import TensorMaps, TileLoader, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, narrowed
+from ..operands import narrowed
 from .parts import add_parts
 from .tensors import WeightGrad
 

@@ -8,7 +8,6 @@ line is `# ` and the GPU. `ops/measure.py` builds it (`measure.build("conv2d_wei
 """
 
 from max.gpu.host import DeviceBuffer
-from std.math import ceildiv
 
 from ..device import Device
 from ..geometry import Geometry

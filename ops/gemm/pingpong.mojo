@@ -29,7 +29,6 @@ from max.gpu.compute.mma import (
 )
 from max.gpu.host import DeviceContext
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
-from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 

@@ -38,7 +38,7 @@ from ..choice import Cheapest
 from ..dot import FILTER, SUM, U8, dot
 from ..epilogue import Channels, Epilogue, Output
 from ..geometry import Geometry
-from ..operands import BF16, F32, Data, Levels, Operands, widened
+from ..operands import BF16, F32, Data, Levels, Operands
 from ..parallel import over_cores
 from .cpu import PANEL
 

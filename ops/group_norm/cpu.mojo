@@ -11,7 +11,7 @@ from std.memory import unsafe_stack_allocation
 from std.sys import simd_width_of
 
 from ..epilogue import Epilogue, Output
-from ..operands import F32, Data, widened, widened_load
+from ..operands import F32, Data, widened_load
 from ..parallel import over_cores
 from .config import PARTIAL, GroupNormSizes, GroupNormTensors, Moments
 

@@ -20,7 +20,7 @@ from ..device import Device
 from ..epilogue import Epilogue, Output
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, widened
+from ..operands import F32, widened
 from .config import PARTIAL, GroupNormSizes, GroupNormTensors, Moments
 
 comptime SLICE = 32

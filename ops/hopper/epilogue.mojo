@@ -32,9 +32,8 @@ from .ptx import (
     shared_store2,
     shared_store_float,
     shared_store_matrices,
-    sync_threads,
 )
-from .shared import ROW, WARPGROUP, swizzle
+from .shared import ROW, swizzle
 from .store import sync_writes
 
 

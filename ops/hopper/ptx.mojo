@@ -5,7 +5,6 @@ Shared memory is named by its 32-bit address, barriers too; barrier.mojo has wha
 
 from std.sys import _RegisterPackType
 from std.sys._assembly import inlined_assembly
-from std.utils.static_tuple import StaticTuple
 
 from .shared import WARPGROUP
 

@@ -20,7 +20,7 @@ from std.utils.static_tuple import StaticTuple
 from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..kernel_argument import KernelArgument
-from .accumulator import Fragment, Sums
+from .accumulator import Fragment
 from .barrier import Barrier
 from .cluster import Inbox
 from .conv import Problem

@@ -10,7 +10,6 @@ three passes, and their sums in the room.
 
 from max.gpu import (
     MAX_THREADS_PER_BLOCK_METADATA,
-    WARP_SIZE,
     barrier,
     block_idx,
     grid_dim,

@@ -6,10 +6,9 @@ along the others: an image `ori`, a number by channel `i`, a number by row `o` o
 
 from std.sys import align_of, is_gpu, size_of
 from std.sys.intrinsics import masked_load
-from std.utils.static_tuple import StaticTuple
 
 from ..expression import evaluate_words, is_expression, split
-from ..operands import F32, F64, Data, widened
+from ..operands import F32, F64, widened
 from ..pointwise import BYTE, Sources
 
 comptime MOST_TERMS = 3

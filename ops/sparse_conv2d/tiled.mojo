@@ -54,14 +54,14 @@ from ..hopper.ptx import (
     shared_store_low,
     sync_threads,
 )
-from ..hopper.scheduler import Share, Start, Tile, TileScheduler
+from ..hopper.scheduler import Share, Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
 from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, produce_pixels
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data, Operands
+from ..operands import Data, Operands
 from .tuning import CONFIGS, ROWS
 
 comptime U32 = DType.uint32

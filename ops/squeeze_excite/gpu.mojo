@@ -57,7 +57,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.shared import WARP
 from ..launch import launch
-from ..operands import F32, Data, widened
+from ..operands import F32, widened
 from .config import BARRIERS, BLOCKS, CHUNKS, WIDTH, Room, SqueezeSizes, SqueezeTensors
 
 comptime THREADS = 256

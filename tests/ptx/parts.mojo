@@ -57,8 +57,7 @@ from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ops.hopper.store import Storing, StoringStage, store_boxes, sync_writes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore
 from ops.hopper.window import StepCounter, StepList, Steps, StepWriter, produce_pixels
-from ops.operands import BF16, F32, Data, Scales
-from std.math import ceildiv
+from ops.operands import BF16, F32, Data
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
