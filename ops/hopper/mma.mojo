@@ -112,7 +112,7 @@ def mma[
         pitch_b: Those of B, where they differ.
         turned: Whether B lies as rows of its columns, one for each number of K; of 16-bit factors.
         turned_a: Whether A lies as rows of its 64 rows, one for each number of K, likewise.
-        right: Of B, where it is not A's: either integer of 8 bits may meet the other.
+        right: Of B, where it is not A's: an integer of 8 bits may meet the other.
 
     Args:
         a: A, row by row unless it is turned.
@@ -122,15 +122,11 @@ def mma[
     Returns:
         The sums, once the group has been waited for.
     """
-    comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
-    comptime assert sum == SUM[dtype], "wgmma: sums are float32, of integers int32"
+    _check[dtype, right, sum, columns]()
     comptime assert row >= 32, "wgmma: an instruction takes 32 bytes of a row"
     comptime assert size_of[dtype]() == 2 or not (
         turned or turned_a
     ), "wgmma: only numbers of 16 bits may lie turned over"
-    comptime assert dtype == right or (
-        size_of[dtype]() + size_of[right]() == 2 and dtype.is_integral() and right.is_integral()
-    ), "wgmma: factors have one dtype, or are integers of 8 bits"
     comptime DEPTH = 32 // size_of[dtype]()
     # MAX names the 32 bits of an integer sum, which wgmma takes as signed, uint32.
     comptime REGISTER = DType.uint32 if dtype.is_integral() else sum
@@ -228,9 +224,9 @@ def mma_registers[
     Parameters:
         sum: Of the sums: `SUM`.
         count: Sums of the thread: N / 2.
-        dtype: Of the factors: bfloat16, float16, float8_e4m3fn, or an integer of 8 bits.
+        dtype: Of the factors, as for `mma`.
         turned: Whether the right side lies as K rows of N numbers, not as N of K: of 16 bits.
-        right: Of the right side, where it is another integer.
+        right: Of the right side, where it is not the left's, as for `mma`.
 
     Args:
         a: This thread's part of the left side.
@@ -240,17 +236,15 @@ def mma_registers[
     Returns:
         The sums, once the group has been waited for.
     """
-    comptime assert sum == SUM[dtype], "wgmma: sums are float32, of integers int32"
-    comptime assert size_of[dtype]() == 2 or not turned, "wgmma: numbers of 8 bits lie by columns"
-    comptime assert size_of[dtype]() <= 2, "wgmma: float32 is not multiplied from registers"
-    comptime assert dtype == right or (
-        dtype.is_integral() and right.is_integral()
-    ), "wgmma: factors have one dtype, or are integers of 8 bits"
-    comptime kind = String(t"{_ptx[sum]()}.{_ptx[dtype]()}.{_ptx[right]()}")
+    _check[dtype, right, sum, 2 * count]()
+    comptime assert (
+        size_of[dtype]() == 2 or not turned
+    ), "wgmma: only numbers of 16 bits may lie turned over"
+    comptime kind = _kind[dtype, right]()
     comptime left = _numbered("$", count, count + 3)
     # Whether sums are added to; the signs of both sides; whether the right one is turned.
     comptime more = ", 1, 1" if dtype.is_floating_point() else ""
-    comptime order = "" if size_of[dtype]() == 1 else ", 1" if turned else ", 0"
+    comptime order = "" if size_of[dtype]() != 2 else ", 1" if turned else ", 0"
     comptime depth = 32 // size_of[dtype]()
     return _accumulate[
         start=String(t"wgmma.mma_async.sync.aligned.m64n{2 * count}k{depth}.{kind}"),
@@ -272,7 +266,7 @@ def mma_registers[
         sum: Of the sums: `SUM`.
         dtype: Of the factors, as above.
         turned: Whether B lies as K rows of N numbers, not as N of K: of 16 bits.
-        right: Of B, where it is another integer.
+        right: Of B, where it is not A's, as above.
 
     Args:
         a: This thread's part of A: sums of another product, rounded, as they lie.
@@ -292,6 +286,16 @@ def mma_registers[
     return total
 
 
+def _kind[dtype: DType, right: DType]() -> String:
+    """Names the dtypes of sums and factors as PTX does."""
+    return String(t"{_ptx[SUM[dtype]]()}.{_factor[dtype]()}.{_factor[right]()}")
+
+
+def _factor[dtype: DType]() -> StaticString:
+    """Names a factor's dtype as PTX does."""
+    return "tf32" if dtype == DType.float32 else _ptx[dtype]()
+
+
 def _ptx[dtype: DType]() -> StaticString:
     """Names a dtype as PTX does."""
     comptime if dtype == DType.float32:
@@ -306,66 +310,81 @@ def _ptx[dtype: DType]() -> StaticString:
         return "s8"
     elif dtype == DType.uint8:
         return "u8"
-    else:
-        comptime assert dtype == DType.float8_e4m3fn, "wgmma: has no such dtype"
+    elif dtype == DType.float8_e4m3fn:
         return "e4m3"
+    else:
+        comptime assert dtype == DType.float8_e5m2, "wgmma: has no such dtype"
+        return "e5m2"
+
+
+@always_inline
+def _check[dtype: DType, right: DType, sum: DType, columns: Int]():
+    """Refuses what no wgmma multiplies."""
+    comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
+    comptime assert sum == SUM[dtype], "wgmma: sums are float32, of integers int32"
+    comptime assert dtype == right or (
+        size_of[dtype]() + size_of[right]() == 2 and dtype.is_integral() and right.is_integral()
+    ), "wgmma: factors have one dtype, or are integers of 8 bits"
 
 
 @always_inline
 def mma_sparse[
-    dtype: DType, columns: Int
+    sum: DType, //, dtype: DType, columns: Int, right: DType = dtype
 ](
     a: UInt32,
     b: Matrix,
-    indices: UInt32,
-    sums: StaticTuple[Float32, columns // 2],
-) -> StaticTuple[
-    Float32, columns // 2
-]:
-    """Starts adding A[64, K] B[K, columns], both in shared memory, A 2:4 sparse, K 128 bytes of B.
+    indices: SIMD[DType.uint32, _],
+    sums: StaticTuple[Scalar[sum], columns // 2],
+) -> StaticTuple[Scalar[sum], columns // 2]:
+    """Starts adding A[64, K] B[K, columns], both in shared memory, A sparse, K 128 bytes of B.
+
+    Of each four numbers of A two are there, of float32 one of each two. Four bits tell which: the two
+    places in the four, the lower one first, two bits each; of float32 0b0100 or 0b1110. PTX ISA 8.0,
+    section 9.7.14.6.
 
     Parameters:
-        dtype: Either bfloat16 or float16.
+        sum: Of the sums: `SUM`.
+        dtype: Of the factors, as for `mma`.
         columns: N, a multiple of 8, at most 256.
+        right: Of B, where it is not A's, as for `mma`.
 
     Args:
-        a: Address of the two of each four numbers of A, in core matrices: 64 rows of 16 bytes, and
-            the next 16 bytes of K behind them.
+        a: Address of the numbers of A that are there, in core matrices: 64 rows of 16 bytes, and the
+            next 16 bytes of K behind them.
         b: B, column by column.
-        indices: Which two they are, for eight fours; even pairs of threads hold those of the first
-            half of K, odd ones those of the second.
+        indices: Their places, in rows r = lane / 4 and r + 8 of a warp's 16. Of 16 and 32 bits a word
+            is for 32 bytes of B, the low half for r and the high half for r + 8; lanes 4 r to 4 r + 3
+            hold the four words in order. Of 8 bits there are two words, each for 64 bytes of B: lane 4 r has
+            the places in r for the first 32 bytes, 4 r + 1 those in r + 8, and 4 r + 2 and 4 r + 3
+            have those for the last 32.
         sums: What the products are added to.
 
     Returns:
         The sums, once the group has been waited for.
     """
-    comptime assert dtype.is_half_float(), "wgmma: sparse numbers are bfloat16 or float16"
-    comptime assert columns % 8 == 0 and columns <= 256, "wgmma: N is a multiple of 8, at most 256"
+    _check[dtype, right, sum, columns]()
     comptime assert b.row == ROW, "wgmma: rows of sparse products have 128 bytes"
+    comptime WORDS = Int(indices.length)
+    comptime assert WORDS == (
+        2 if size_of[dtype]() == 1 else 1
+    ), "wgmma: indices for 128 bytes of B"
     comptime CORES = 16 * ROWS
+    comptime depth = 64 // size_of[dtype]()
+    comptime kind = _kind[dtype, right]()
+    comptime operands = _numbered("$", columns // 2, columns // 2 + 2)
+    # Whether sums are added to; the signs of both sides; whether these are turned.
+    comptime signs = ", 1, 1" if dtype.is_floating_point() else ""
+    comptime order = ", 0, 0" if size_of[dtype]() == 2 else ""
     var values = Matrix[16](a, pitch=CORES)
     var total = sums
     comptime for k in range(2):
-        total = _mma_sparse[dtype, columns, k == 1](
-            values.after(2 * k * CORES), b.after(k * 64), indices, total
-        )
+        comptime selector = k % (3 - WORDS)  # the lanes whose word it is: of two words all
+        total = _accumulate[
+            start=String(t"wgmma.mma_async.sp.sync.aligned.m64n{columns}k{depth}.{kind}"),
+            end=String(t"{operands}, {selector}, 1{signs}{order};"),
+            inputs="l,l,r,",
+        ](total, values.after(2 * k * CORES), b.after(k * 64), indices[k % WORDS])
     return total
-
-
-@always_inline
-def _mma_sparse[
-    dtype: DType, columns: Int, second: Bool
-](a: Int64, b: Int64, indices: UInt32, acc: StaticTuple[Float32, columns // 2]) -> StaticTuple[
-    Float32, columns // 2
-]:
-    """Starts adding a 64 x 32 by 32 x columns product; `second` where odd pairs hold the indices."""
-    comptime kind = "bf16.bf16" if dtype == DType.bfloat16 else "f16.f16"
-    comptime operands = _numbered("$", columns // 2, columns // 2 + 2)
-    return _accumulate[
-        start=String(t"wgmma.mma_async.sp.sync.aligned.m64n{columns}k32.f32.{kind}"),
-        end=String(operands, ", 1, 1, 1, 1, 0, 0;" if second else ", 0, 1, 1, 1, 0, 0;"),
-        inputs="l,l,r,",
-    ](acc, a, b, indices)
 
 
 @always_inline

@@ -3,9 +3,9 @@
 A gang is some warps of a block whose lanes are rows of numpy arrays; where they part, the basic
 block that comes first in the program runs first. What a GPU may do late is done late: cp.async and
 wgmma at the wait for their group, tensor copies at a random later time, stores of the copy engine
-when their source may be overwritten. Shared memory and registers begin as NaN. What a thread has
-written to shared memory, and not fenced (fence.proxy.async), wgmma reads as NaN; it is reported if
-the copy engine stores it.
+when their group is waited for, or the thread ends. Shared memory and registers begin as NaN. What a
+thread has written to shared memory, and not fenced (fence.proxy.async), wgmma reads as NaN; it is
+reported if the copy engine stores it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ BLOCKED, EXITED = 1 << 32, 1 << 33
 BASE = 16
 """Where a block's shared memory begins: no kernel may count on more alignment than this."""
 MAP_BYTES = 128
+REGISTERS = 65536
+"""Of a multiprocessor."""
 TURNS = 100_000
 """Turns of each gang, of some basic blocks, after which a kernel is said to loop forever."""
 
@@ -195,6 +197,7 @@ class ThreadBlock:
         together = launch.together
         count = launch.threads // 32
         self.committed = np.zeros(count, np.int64)  # wgmma groups, of each warp
+        self.free = 0  # registers that warps have given back, of a thread each
         self.products: list[tuple[int, int, Callable[[], None]]] = []
         self.gangs = [
             Gang(self, first, min(together, count - first)) for first in range(0, count, together)
@@ -261,7 +264,9 @@ class Gang:
         self.memory = Memory(slots, self.tid.astype(np.int16) + 1)
         self.copies: list[Copy] = []
         self.group = np.zeros(lanes, np.int64)  # of copies, of each lane
-        self.stores: list[Callable[[], None]] = []
+        self.stores: list[tuple[int, int, Callable[[], None]]] = []  # lane, group and store
+        self.stored = np.zeros(lanes, np.int64)  # groups of stores, of each lane
+        self.held = [block.launch.registers] * count  # by a thread of each warp
 
     # Scheduling
 
@@ -329,7 +334,8 @@ class Gang:
         return bool(self.pc.min() >= EXITED)
 
     def finish(self) -> None:
-        self.bulk_wait(True)
+        for _, _, store in self.stores:
+            store()
 
     def describe(self) -> str:
         kernel, blocks = self.block.launch.kernel, self.block.launch.blocks
@@ -666,15 +672,44 @@ class Gang:
                     f"copy engine: nobody fenced what it stores from {bytes.min():#x}"
                 )
 
-            self.stores.append(partial(self._leave, tensor, place, bytes))
+            group = int(self.stored[lane])
+            self.stores.append((lane, group, partial(self._leave, tensor, place, bytes)))
 
     def _leave(self, tensor: Tiled | Im2col, at: Sequence[int], source: Array) -> None:
         tensor.write(at, self.block.shared.bytes[source])
 
-    def bulk_wait(self, _: Mask) -> None:
-        for store in self.stores:
-            store()
-        self.stores = []
+    def bulk_commit(self, where: Mask) -> None:
+        self.stored[self._mask(where)] += 1
+
+    def bulk_wait(self, left: int, where: Mask) -> None:
+        mask, kept = self._mask(where), []
+        for lane, group, store in self.stores:
+            if mask[lane] and group < self.stored[lane] - left:
+                store()
+            else:
+                kept.append((lane, group, store))
+        self.stores = kept
+
+    # Registers
+
+    def set_registers(self, count: int, more: bool, where: Mask) -> None:
+        """Gives a warp's registers back, or waits until others have given theirs (9.7.19.5)."""
+        for warp in self._warps(where):
+            held = self.held[warp]
+            if count < held if more else count > held:
+                raise AccessError(f"setmaxnreg: {count} registers, where a thread has {held}")
+            ready, take = partial(self._free, warp, count), partial(self._take, warp, count)
+            if ready():
+                take()
+            else:
+                self._block_until(self._of_warp(warp), ready, take)
+
+    def _free(self, warp: int, count: int) -> bool:
+        return count - self.held[warp] <= self.block.free
+
+    def _take(self, warp: int, count: int) -> None:
+        self.block.free -= count - self.held[warp]
+        self.held[warp] = count
 
     # Products of warpgroups
 
@@ -731,7 +766,7 @@ class Gang:
             x = self._matrix(*left)
             x = (x.T if turned[0] else x)[16 * (warp % 4) :][:16]
             if indices:
-                x = semantics.two_four(x, *indices)
+                x = semantics.two_four(x, *indices, kind.split(".")[0])
         y = self._matrix(*right)
         product = x @ (y if turned[1] else y.T)
         # As mma's C, 8 columns after 8 columns (9.7.14.5).
@@ -838,6 +873,10 @@ class Launch:
         self.grid = (*grid, 1, 1)[:3]
         self.threads, self.shared_bytes, self.cluster = threads, shared_bytes, cluster
         self.maps, self.together = maps, together
+        # Of a kernel that changes them ptxas gives a thread what there is, up to the most it asks for.
+        share = REGISTERS // (kernel.blocks * (kernel.threads or 1024)) // 8 * 8
+        asked = [int(i.args[0]) for i in kernel.code if i.op.startswith("setmaxnreg")]
+        self.registers = min(share, max(asked, default=0))
         self.blocks = translate(kernel)
         self.parameter_memory = Memory({i: Buffer(len(each)) for i, each in enumerate(parameters)})
         for i, each in enumerate(parameters):

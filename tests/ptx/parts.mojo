@@ -39,11 +39,15 @@ from ops.hopper.moments import Norm, RowMoments, RowNorm, leave_moments
 from ops.hopper.pipeline import OrderedSequence, Pipeline
 from ops.hopper.pixel_box import PixelBox
 from ops.hopper.ptx import (
+    PRODUCER_REGISTERS,
     cluster_arrive,
     cluster_wait,
+    consumer_registers,
     fence_async,
     fence_barrier_init,
     load_bytes,
+    registers_give,
+    registers_take,
     shared_load,
     shared_load_matrices,
     shared_store,
@@ -54,7 +58,7 @@ from ops.hopper.ptx import (
 )
 from ops.hopper.scheduler import Share, TileScheduler, Work
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
-from ops.hopper.store import Storing, StoringStage, store_boxes, sync_writes
+from ops.hopper.store import BoxRing, Storing, StoringStage, store_boxes, sync_writes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore
 from ops.hopper.window import StepCounter, StepList, Steps, StepWriter, produce_pixels
 from ops.operands import BF16, F32, Data
@@ -447,13 +451,20 @@ def boxes_kernel(maps: TensorMaps[2], y: Data[F32]):
     leave[32](y, at, sums, 32)
 
 
-@__name("parts_sparse")
+@__name(t"parts_sparse_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPGROUP)))
-def sparse_kernel(
-    maps: TensorMaps[1], values: Data[BF16], indices: Data[U32], y: Data[F32], never: Int32
+def sparse_kernel[
+    dtype: DType, right: DType
+](
+    maps: TensorMaps[1],
+    values: Data[dtype],
+    indices: Data[U32],
+    y: Data[SUM[dtype]],
+    never: Int32,
 ):
-    """Multiplies 64 x 64, 2:4 sparse, by 64 x 32."""
+    """Multiplies 64 x 128 bytes, of which half are there, by 128 bytes x 32."""
+    comptime WORDS = 2 if size_of[dtype]() == 1 else 1
     comptime VALUES = 64 * ROW // 2
     var data = shared_memory["parts"]()
     var stage = Pipeline(data, data + VALUES + 32 * ROW, stages=1, bytes=VALUES)
@@ -465,13 +476,18 @@ def sparse_kernel(
         load_bytes(data, values, VALUES, stage.barrier().address)
         TileLoader(maps.address()).load(data + VALUES, stage.barrier(), 0, 0)
     sync_threads(0, WARPGROUP)
-    var mine = indices[unsafe_offset=Int(at.t)]
+    var mine = SIMD[U32, WORDS](0)
+    comptime for i in range(WORDS):
+        mine[i] = indices[unsafe_offset=Int(at.t) + i * WARPGROUP]
     stage.wait()
     wgmma_fence_aligned()
-    var sums = mma_sparse[BF16, 32](data, Matrix(data + VALUES), mine, Sums[32](fill=1))
+    var sums = mma_sparse[dtype, 32, right](
+        data, Matrix(data + VALUES), mine, Sums[32, SUM[dtype]](fill=1)
+    )
     wgmma_commit_group_sync()
     wgmma_wait_group_sync[0]()
-    hold(mine, stage.full, UInt32(never))
+    comptime for i in range(WORDS):
+        hold(mine[i], stage.full, UInt32(never))
     leave[32](y, at, sums, 32)
 
 
@@ -771,6 +787,44 @@ def turns_kernel(seen: Data[I32], rounds: Int32):
         order.arrive()
 
 
+@__name("parts_box_ring")
+@__llvm_arg_metadata(maps, `nvvm.grid_constant`)
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(2 * WARPGROUP)))
+def box_ring_kernel(maps: TensorMaps[1], boxes: Int32, tiles: Int32):
+    """Stores tiles[64, 32] of float32, whose numbers are the rows of y, by two warpgroups in turns."""
+    var at = Fragment(Int32(thread_idx.x))
+    var group = UInt32(at.group())
+    var data = shared_memory["parts"]() + group * UInt32(boxes) * BOX
+    var ring = BoxRing[3](data, boxes=boxes, bytes=BOX)
+    for tile in range(at.group(), tiles, Int32(2)):
+        var box = ring.acquire(group + 1, at.leads())
+        var row = at.t % WARPGROUP // 2
+        var first = at.t % 2 * Int32(ROW // 2)
+        comptime for i in range(ROW // 8):
+            shared_store_float(
+                box + UInt32(row * ROW + first + Int32(4 * i)), Float32(tile * 64 + row)
+            )
+        sync_writes(group + 1)
+        if at.leads():
+            store_boxes[F32, 32](TileStore(maps.address(), 0), box, 0, tile * 64)
+    stores_read()
+
+
+@__name(t"parts_moved_registers_{groups}")
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32((groups + 1) * WARPGROUP)),
+    `nvvm.minctasm`=SIMDLength(1),
+)
+def moved_registers_kernel[groups: Int](seen: Data[I32]):
+    """Has a producer give registers, and consumers take them; each thread says that it has them."""
+    var at = Fragment(Int32(thread_idx.x))
+    if at.group() == Int32(groups):
+        registers_give[PRODUCER_REGISTERS]()
+    else:
+        registers_take[consumer_registers(groups)]()
+    seen[unsafe_offset=Int(at.t)] = at.group()
+
+
 @__name("parts_exits")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPGROUP)))
@@ -926,6 +980,13 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
         )
     ctx.enqueue_function[stationary_kernel](integers, three, number, grid_dim=n, block_dim=32)
     ctx.enqueue_function[turns_kernel](integers, number, grid_dim=n, block_dim=3 * WARPGROUP)
+    ctx.enqueue_function[box_ring_kernel](
+        TensorMaps[1](), number, number, grid_dim=n, block_dim=2 * WARPGROUP
+    )
+    comptime for groups in range(1, 4):
+        ctx.enqueue_function[moved_registers_kernel[groups]](
+            integers, grid_dim=n, block_dim=(groups + 1) * WARPGROUP
+        )
     var norm = Norm(floats, n)
     ctx.enqueue_function[exits_kernel](
         TensorMaps[2](),
@@ -989,26 +1050,24 @@ def enqueue_rings(n: Int, ctx: DeviceContext) raises:
         grid_dim=n,
         block_dim=2 * WARPGROUP + WARP,
     )
-    comptime for i in range(4):
-        comptime dtype = [BF16, BF16, E4M3, U8][i]
-        comptime right = [BF16, BF16, E4M3, S8][i]
-        ctx.enqueue_function[registers_kernel[dtype, right, i == 1]](
-            TensorMaps[2](),
-            anywhere[SUM[dtype]](ctx),
+    comptime DTYPES = [BF16, DType.float16, F32, E4M3, DType.float8_e5m2, S8, U8]
+    comptime for dtype in DTYPES:
+        comptime right = S8 if dtype == U8 else dtype
+        var sums = anywhere[SUM[dtype]](ctx)
+        comptime for turned in range(2 if size_of[dtype]() == 2 else 1):
+            ctx.enqueue_function[registers_kernel[dtype, right, turned == 1]](
+                TensorMaps[2](), sums, number, grid_dim=n, block_dim=WARPGROUP + WARP
+            )
+        ctx.enqueue_function[sparse_kernel[dtype, right]](
+            TensorMaps[1](),
+            anywhere[dtype](ctx),
+            anywhere[U32](ctx),
+            sums,
             number,
             grid_dim=n,
-            block_dim=WARPGROUP + WARP,
+            block_dim=WARPGROUP,
         )
     ctx.enqueue_function[boxes_kernel](TensorMaps[2](), floats, grid_dim=n, block_dim=WARPGROUP)
-    ctx.enqueue_function[sparse_kernel](
-        TensorMaps[1](),
-        halves,
-        anywhere[U32](ctx),
-        floats,
-        number,
-        grid_dim=n,
-        block_dim=WARPGROUP,
-    )
     var g = Geometry(rows=n, depth=n, columns=n)
     ctx.enqueue_function[copies_kernel](
         TensorMaps[4](),

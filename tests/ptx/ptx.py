@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 SIZES = {"pred": 0, "b8": 1, "b16": 2, "b32": 4, "f32": 4, "b64": 8, "f64": 8}
@@ -38,6 +38,7 @@ class Kernel:
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     threads: int = 0  # the most that a block may have, if the kernel says so
+    blocks: int = 1  # that share a multiprocessor, at least
 
 
 def texts(binary: Path) -> Iterator[str]:
@@ -69,11 +70,25 @@ def parse(text: str) -> Kernel:
     kernel = Kernel(name, sizes)
     if bound := re.search(r"\.maxntid\s+(\d+)", directives):
         kernel.threads = int(bound.group(1))
+    if least := re.search(r"\.minnctapersm\s+(\d+)", directives):
+        kernel.blocks = int(least.group(1))
     externs = re.findall(r"\.extern\s+\.shared[^;]*?(\w+)\[\]", text[: entry.start()])
     _body(kernel, body)
     for variable in externs:
         kernel.shared[variable] = kernel.shared_bytes
     return kernel
+
+
+def without(kernel: Kernel, pattern: str) -> Kernel:
+    """Copies a kernel without some instructions."""
+    nothing = Instruction("griddepcontrol.wait", ())
+    code = []
+    for i in kernel.code:
+        if re.match(pattern, i.op):
+            i = Instruction("mov.pred", (i.args[0], "1")) if "try_wait" in i.op else nothing
+        code.append(i)
+    assert code != kernel.code, f"{kernel.name} has no {pattern}"
+    return replace(kernel, code=code)
 
 
 def _body(kernel: Kernel, body: str) -> None:

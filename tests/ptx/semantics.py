@@ -248,19 +248,33 @@ def fragment(a: list[Array], kind: str) -> Array:
     return np.concatenate(columns, 2).astype(np.float64)
 
 
-def two_four(values: Array, words: Array, selector: int) -> Array:
-    """Spreads 16 x 16 numbers over 16 x 32, two of each four (9.7.14.6).
+def two_four(values: Array, words: Array, selector: int, kind: str) -> Array:
+    """Spreads 16 x K / 2 numbers over 16 x K, two of each four (9.7.14.6).
 
     Args:
         values: The left side of a warp's product.
-        words: The lanes' indices; those of two of four lanes count.
-        selector: Which two.
+        words: The lanes' indices: of 8 bits those of all lanes, each of one row; else those of two
+            of four lanes, each of two rows.
+        selector: Which two, or 0.
+        kind: Of the numbers, as PTX names it.
     """
-    dense = np.zeros((16, 32))
+    if selector not in ((0,) if kind in BYTES else (0, 1)):
+        raise ValueError(f"wgmma.sp: {selector} selects no threads")
+    each = 1 if kind == "tf32" else 2  # of a four, which is two numbers of TF32
+    fours = values.shape[1] // each
+    dense = np.zeros((16, 2 * each * fours))
     for row in range(16):
-        for four in range(8):
-            lane = row % 8 * 4 + 2 * selector + four // 4
-            indices = int(words[lane]) >> (row // 8 * 16 + four % 4 * 4)
+        for four in range(fours):
+            if kind in BYTES:
+                lane, shift = row % 8 * 4 + four // 8 * 2 + row // 8, four % 8 * 4
+            else:
+                lane, shift = row % 8 * 4 + 2 * selector + four // 4, row // 8 * 16 + four % 4 * 4
+            indices = int(words[lane]) >> shift
+            if kind == "tf32":
+                if indices & 15 not in (0b0100, 0b1110):
+                    raise ValueError(f"wgmma.sp: {indices & 15:04b} tells no half of a pair")
+                dense[row, 2 * four + (indices & 15 == 0b1110)] = values[row, four]
+                continue
             first, second = indices & 3, indices >> 2 & 3
             if first >= second:
                 raise ValueError(f"wgmma.sp: indices {first}, {second} do not ascend")

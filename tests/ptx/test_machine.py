@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from .launches import (
 )
 from .machine import Deadlock, Divergence, Launch, LaunchError, Tensors, pack
 from .memory import AccessError
-from .ptx import Instruction, Kernel, parse
+from .ptx import Kernel, parse, without
 from .translate import UnknownInstruction
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -251,18 +250,6 @@ def test_a_struct_that_has_changed_is_reported() -> None:
 
 
 # Kernels of the project with instructions taken out: what the interpreter is for.
-
-
-def without(kernel: Kernel, pattern: str) -> Kernel:
-    """Copies a kernel without some instructions."""
-    nothing = Instruction("griddepcontrol.wait", ())
-    code = []
-    for i in kernel.code:
-        if re.match(pattern, i.op):
-            i = Instruction("mov.pred", (i.args[0], "1")) if "try_wait" in i.op else nothing
-        code.append(i)
-    assert code != kernel.code, f"{kernel.name} has no {pattern}"
-    return replace(kernel, code=code)
 
 
 @pytest.mark.parametrize("pattern", ["cp.async.wait_group", "bar.sync", "nothing"])

@@ -22,7 +22,8 @@ from .launches import (
     unwritten,
     wide,
 )
-from .machine import Launch, Tensors, pack
+from .machine import Deadlock, Launch, Tensors, pack
+from .ptx import Kernel, without
 from .semantics import FLOAT8, to_tf32
 from .tensormaps import Tiled
 
@@ -43,10 +44,31 @@ def drawn(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> tuple
         x = rng.integers(limits.min, limits.max + 1, shape).astype(dtype)
         return x, x.astype(np.float64)
     x = rounded(rng.standard_normal(shape), dtype)
-    # The copy engine rounds float32 to TF32.
-    return (
-        (x, wide(to_tf32(x).view(np.float32), dtype)) if dtype == "float32" else (x, wide(x, dtype))
-    )
+    if dtype == "float32":  # as the copy engine rounds it
+        x = to_tf32(x).view(np.float32)
+    return x, wide(x, dtype)
+
+
+FACTORS = (BF16, "float16", "float32", *FLOAT8, "int8", "uint8")
+"""What wgmma multiplies."""
+BYTES = {BF16: 2, "float16": 2, "float32": 4}
+
+
+def right_of(dtype: str) -> str:
+    """Names what a kernel multiplies a dtype by: levels of pixels meet weights that have signs."""
+    return "int8" if dtype == "uint8" else dtype
+
+
+def sum_of(dtype: str) -> str:
+    return "int32" if dtype in ("int8", "uint8") else "float32"
+
+
+def check_sums(y: Array, want: Array) -> None:
+    """Demands integers exactly, and float32 as near as rounding lets them be."""
+    if y.dtype == np.int32:
+        np.testing.assert_array_equal(y, want)
+    else:
+        check(y, want, "float32", SUMS)
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 8), (150, 200, 136), (64, 640, 64)], ids=str)
@@ -63,8 +85,6 @@ def test_gemm_of_a_page(
     y = unwritten((m, f), out)
     at = memory.add(y)
     y = memory.array(at, y)
-    if dtype == "float32":
-        x, w = (to_tf32(a).view(np.float32) for a in (x, w))
     width, box = 128 // x.itemsize, 128 // y.itemsize
     late = memory.add(x, late=True)
     maps = [Tiled(memory.array(late, x), (64, width)), Tiled(w, (64, width)), Tiled(y, (64, box))]
@@ -241,24 +261,19 @@ def test_multiplies_what_lies_apart(find: Find, rng: np.random.Generator) -> Non
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "turned"),
-    [
-        ((BF16, BF16), False),
-        ((BF16, BF16), True),
-        ((E4M3, E4M3), False),
-        (("uint8", "int8"), False),
-    ],
+    ("dtype", "turned"),
+    [*((dtype, False) for dtype in FACTORS), (BF16, True), ("float16", True)],
     ids=str,
 )
 def test_multiplies_registers(
-    find: Find, rng: np.random.Generator, dtypes: tuple[str, str], turned: bool
+    find: Find, rng: np.random.Generator, dtype: str, turned: bool
 ) -> None:
-    steps, width = 5, 64 if dtypes[0] == BF16 else 128
-    (x, x64), (w, w64) = (drawn(rng, (64, steps * width), dtype) for dtype in dtypes)
+    steps, width = 5, 128 // BYTES.get(dtype, 1)
+    (x, x64), (w, w64) = (drawn(rng, (64, steps * width), d) for d in (dtype, right_of(dtype)))
     memory = Tensors()
-    at, y = held(memory, np.full((64, 64), 77, np.int32 if dtypes[0] == "uint8" else np.float32))
+    at, y = held(memory, np.full((64, 64), 77, sum_of(dtype)))
     Launch(
-        find(f"parts_registers_{dtypes[0]}_{turned}"),
+        find(f"parts_registers_{dtype}_{turned}"),
         [bytes(2 * 128), pack("Q", at), pack("i", steps)],
         memory,
         grid=(1,),
@@ -266,10 +281,7 @@ def test_multiplies_registers(
         shared_bytes=2 * (2 * 8192 + 24) + 1024,
         maps=[Tiled(x, (64, width)), Tiled(w.T.copy() if turned else w, (64, width))],
     ).run()
-    if dtypes[0] == "uint8":
-        np.testing.assert_array_equal(y, x64 @ w64.T)
-    else:
-        check(y, x64 @ w64.T, "float32", SUMS)
+    check_sums(y, x64 @ w64.T)
 
 
 def test_multiplies_boxes(find: Find, rng: np.random.Generator) -> None:
@@ -288,31 +300,47 @@ def test_multiplies_boxes(find: Find, rng: np.random.Generator) -> None:
     check(y, x64 @ w64.T, "float32", SUMS)
 
 
-def test_multiplies_two_of_four(find: Find, rng: np.random.Generator) -> None:
-    (a, a64), (w, w64) = drawn(rng, (64, 32), BF16), drawn(rng, (32, 64), BF16)
-    pairs = np.array(list(itertools.combinations(range(4), 2)))
-    chosen = pairs[rng.integers(0, len(pairs), (64, 16))]  # of each row and four
-    dense = np.zeros((64, 16, 4))
-    np.put_along_axis(dense, chosen, a64.reshape(64, 16, 2), 2)
-    bits = chosen[:, :, 0] | chosen[:, :, 1] << 2
-    words = np.zeros((4, 8, 4), np.uint32)  # of warp, row and lane
-    for warp, row, lane, half, four in itertools.product(*map(range, (4, 8, 4, 2, 4))):
-        word = bits[16 * warp + 8 * half + row, 4 * lane + four]
-        words[warp, row, lane] |= np.uint32(word << 16 * half + 4 * four)
+def indices_of(codes: Array, size: int) -> Array:
+    """Lays out four bits of each row and four as `mma_sparse` has the words of a warpgroup."""
+    codes = codes.astype(np.uint32)
+    bits = np.arange(0, 32, 4, dtype=np.uint32)
+    if size == 1:  # of word, warp, row, half of the word's fours, upper or lower rows, four
+        codes = codes.reshape(4, 2, 8, 2, 2, 8).transpose(3, 0, 2, 4, 1, 5)
+    else:  # of warp, row, lane, upper or lower rows, four
+        codes = codes.reshape(4, 2, 8, 4, 4).transpose(0, 2, 3, 1, 4).reshape(4, 8, 4, 8)
+    return (codes << bits).sum(-1, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("dtype", FACTORS)
+def test_multiplies_two_of_four(find: Find, rng: np.random.Generator, dtype: str) -> None:
+    """Of float32 one of each two is there: a four then is two numbers."""
+    size = BYTES.get(dtype, 1)
+    kept = 1 if size == 4 else 2
+    fours = 64 // size // kept
+    (a, a64), (w, w64) = (
+        drawn(rng, (rows, depth // size), d)
+        for rows, depth, d in ((64, 64, dtype), (32, 128, right_of(dtype)))
+    )
+    places = np.array(list(itertools.combinations(range(2 * kept), kept)))
+    chosen = places[rng.integers(0, len(places), (64, fours))]
+    dense = np.zeros((64, fours, 2 * kept))
+    np.put_along_axis(dense, chosen, a64.reshape(64, fours, kept), 2)
+    first, last = chosen[:, :, 0], chosen[:, :, -1]
+    codes = np.where(first, 0b1110, 0b0100) if size == 4 else first | last << 2
     memory = Tensors()
-    cores = a.reshape(64, 4, 8).transpose(1, 0, 2)
-    at = [memory.add(each) for each in (cores, words)]
-    at_y, y = held(memory, unwritten((64, 32), "float32"))
+    cores = a.reshape(64, 4, 16 // size).transpose(1, 0, 2)
+    at = [memory.add(each) for each in (cores, indices_of(codes, size))]
+    at_y, y = held(memory, np.full((64, 32), 77, sum_of(dtype)))
     Launch(
-        find("parts_sparse"),
+        find(f"parts_sparse_{dtype}"),
         [bytes(128), *(pack("Q", each) for each in (*at, at_y)), pack("i", 0)],
         memory,
         grid=(1,),
         threads=128,
         shared_bytes=4096 + 4096 + 16 + 1024,
-        maps=[Tiled(w, (32, 64))],
+        maps=[Tiled(w, (32, 128 // size))],
     ).run()
-    check(y, 1 + dense.reshape(64, 64) @ w64.T, "float32", SUMS)
+    check_sums(y, 1 + dense.reshape(64, -1) @ w64.T)
 
 
 @pytest.mark.parametrize(
@@ -533,6 +561,46 @@ def test_consumers_take_turns(find: Find) -> None:
             shared_bytes=4 + 1024,
         ).run(seed)
         np.testing.assert_array_equal(seen, np.arange(12) % 3)
+
+
+@pytest.mark.parametrize("boxes", [1, 2, 3])
+def test_boxes_are_written_again(find: Find, boxes: int) -> None:
+    tiles = 11
+
+    def stored(kernel: Kernel) -> Array:
+        y = unwritten((tiles * 64, 32), "float32")
+        Launch(
+            kernel,
+            [bytes(128), pack("i", boxes), pack("i", tiles)],
+            Tensors(),
+            grid=(1,),
+            threads=256,
+            shared_bytes=2 * boxes * 8192 + 1024,
+            maps=[Tiled(y, (64, 32))],
+        ).run()
+        return y
+
+    kernel, want = find("parts_box_ring"), np.arange(tiles * 64)[:, None] + np.zeros(32)
+    np.testing.assert_array_equal(stored(kernel), want)
+    assert not np.array_equal(stored(without(kernel, r"cp\.async\.bulk\.wait_group")), want)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_registers_change_hands(find: Find, groups: int) -> None:
+    """Consumers would wait for ever if they asked for more than there is."""
+    threads = 128 * (groups + 1)
+
+    def seen(kernel: Kernel) -> Array:
+        memory = Tensors()
+        at, seen = held(memory, np.full(threads, -1, np.int32))
+        Launch(kernel, [pack("Q", at)], memory, grid=(1,), threads=threads).run()
+        return seen
+
+    kernel = find(f"parts_moved_registers_{groups}")
+    np.testing.assert_array_equal(seen(kernel), np.arange(threads) // 128)
+    if groups > 1:  # else both have all that a thread can have
+        with pytest.raises(Deadlock, match="setmaxnreg"):
+            seen(without(kernel, r"setmaxnreg\.dec"))
 
 
 def moments_of(x: Array) -> Array:

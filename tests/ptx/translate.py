@@ -28,12 +28,13 @@ COMPARE |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 FLOAT8 = {"e4m3x2": "float8_e4m3fn", "e5m2x2": "float8_e5m2"}
 BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^"}
 IGNORED: tuple[str, ...] = ("griddepcontrol.launch", "fence", "membar", "prefetch", "wgmma.fence")
-IGNORED += ("setmaxnreg",)
 """Without an effect here: blocks run one after another, and memory is coherent.
 
 But for fence.proxy.async: the copy engine must not read what threads wrote and did not fence."""
-COLLECTIVE = ("shfl", "mma", "ldmatrix", "movmatrix", "wgmma", "bar", "vote", "stmatrix")
-STOPS = ("bar.sync", "barrier.sync", "barrier.cluster.wait", "mbarrier.try_wait", "wgmma.wait")
+COLLECTIVE: tuple[str, ...] = ("shfl", "mma", "ldmatrix", "movmatrix", "wgmma", "bar", "vote")
+COLLECTIVE += ("stmatrix", "setmaxnreg")
+STOPS: tuple[str, ...] = ("bar.sync", "barrier.sync", "barrier.cluster.wait", "mbarrier.try_wait")
+STOPS += ("wgmma.wait", "setmaxnreg")
 SCALARS: dict[str, Any] = {
     "u8": np.uint8,
     "u16": np.uint16,
@@ -216,7 +217,7 @@ class Translator:
             if parts[:2] == ["st", "async"]:
                 return self.asynchronous(i)
             return self.store(i) if base == "st" else self.atomic(i)
-        if base in ("bar", "barrier", "mbarrier", "cp", "wgmma", "mapa"):
+        if base in ("bar", "barrier", "mbarrier", "cp", "wgmma", "mapa", "setmaxnreg"):
             return self.asynchronous(i)
         if base == "shfl":
             targets = a[0].split("|")
@@ -487,11 +488,13 @@ class Translator:
         if parts[:2] == ["st", "async"]:
             to, barrier = v(a[0][1:-1], "u32"), v(a[2][1:-1], "u32")
             return [f"g.send({to}, {self.list(a[1].strip('{}'), 'u32')}, {barrier}, w)"]
+        if parts[0] == "setmaxnreg":
+            return [f"g.set_registers({int(a[0])}, {parts[1] == 'inc'}, w)"]
         if i.op.startswith("cp.async.bulk"):
             if parts[3] == "commit_group":
-                return []
+                return ["g.bulk_commit(w)"]
             if parts[3] == "wait_group":
-                return ["g.bulk_wait(w)"]
+                return [f"g.bulk_wait({int(a[0])}, w)"]
             if parts[3] == "tensor":
                 to_global = parts[5] == "global"
                 at = re.fullmatch(r"\[([%\w]+),\{(.*)\}\]", a[0 if to_global else 1])
