@@ -19,6 +19,15 @@ struct Device(TrivialRegisterPassable):
     var memory: Int
     """Bytes of shared memory of a multiprocessor: 228 KB on Hopper."""
 
+    def __init__(out self, *, multiprocessors: Int):
+        """Describes a Hopper GPU that need not be there.
+
+        Args:
+            multiprocessors: How many it has.
+        """
+        self.multiprocessors = multiprocessors
+        self.shared, self.memory = 227 << 10, 228 << 10
+
     def __init__(out self, ctx: DeviceContext) raises:
         """Asks the driver.
 

@@ -14,6 +14,7 @@ from max.gpu.host import DeviceContext
 from .epilogue import Epilogue
 from .gemm.chain import ChainTensors, ChainVectors, try_chain
 from .gemm.gpu import gemm
+from .gemm.layer import Layer
 from .geometry import Geometry
 from .hopper.moments import Norm
 from .operands import F32, Batch, Operands, data
@@ -77,14 +78,16 @@ struct LayernormMlp:
             norm.eps,
         ):
             return
-        gemm[z.dtype, Epilogue("gelu", normalizes=True), True, False, True](
+        comptime first = Layer(h.static_spec, x.static_spec, w1.static_spec)
+        comptime second = Layer(z.static_spec, h.static_spec, w2.static_spec)
+        gemm[z.dtype, Epilogue("gelu", normalizes=True), True, False, True, layer=first](
             Geometry(rows=m, depth=c, columns=k),
             Operands[z.dtype](data(x), data(w1), data(bias1), data(x), data(h)),
             Batch(),
             ctx,
             norm=norm,
         )
-        gemm[z.dtype, Epilogue("add"), True, False, True](
+        gemm[z.dtype, Epilogue("add"), True, False, True, layer=second](
             Geometry(rows=m, depth=k, columns=c),
             Operands[z.dtype](data(h), data(w2), data(bias2), data(x), data(z)),
             Batch(),

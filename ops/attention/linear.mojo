@@ -13,6 +13,7 @@ from max.gpu.host import DeviceContext
 from ..device import Device
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..hopper.moments import Norm
 from ..operands import F32, Batch, Operands, data
@@ -101,6 +102,7 @@ struct AttentionLinear:
                 return
         comptime keys = Int(k.static_spec.shape_tuple[1])
         attention_gpu[y.dtype, DEPTH, Mask(), keys](o, MaskTensors(data(q)), MaskSizes(), ctx)
-        gemm[y.dtype, Epilogue("add", measures=True), True, False, True](
+        comptime layer = Layer(y.static_spec, q.static_spec, w.static_spec)
+        gemm[y.dtype, Epilogue("add", measures=True), True, False, True, layer=layer](
             Geometry(rows=m, depth=C, columns=C), operands, Batch(), ctx, norm=norm
         )

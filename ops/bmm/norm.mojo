@@ -12,6 +12,7 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..hopper.moments import Norm
 from ..operands import F32, Batch, Operands, data
@@ -55,7 +56,8 @@ struct LinearMoments:
             return
         var c, f = x.shape()[x.rank - 1], y.shape()[y.rank - 1]
         comptime epilogue = Epilogue("add", measures=True)
-        gemm[y.dtype, epilogue, True, False, True](
+        comptime layer = Layer(y.static_spec, x.static_spec, w.static_spec)
+        gemm[y.dtype, epilogue, True, False, True, layer=layer](
             Geometry(rows=y.size() // f, depth=c, columns=f),
             Operands[y.dtype](data(x), data(w), data(bias), data(residual), data(y)),
             Batch(),
@@ -105,7 +107,9 @@ struct NormedLinear:
         if y.size() == 0:
             return
         var c, f = x.shape()[x.rank - 1], y.shape()[y.rank - 1]
-        gemm[y.dtype, Epilogue(epilogue, normalizes=True), True, False, True](
+        comptime layer = Layer(y.static_spec, x.static_spec, w.static_spec)
+        comptime normed = Epilogue(epilogue, normalizes=True)
+        gemm[y.dtype, normed, True, False, True, layer=layer](
             Geometry(rows=y.size() // f, depth=c, columns=f),
             Operands[y.dtype](data(x), data(w), data(bias), data(x), data(y)),
             Batch(),

@@ -12,6 +12,7 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm as gemm_gpu
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..operands import CHECKED, WIDE, Batch, Operands, data
 from .cpu import bmm_cpu
@@ -88,7 +89,16 @@ struct Bmm:
         else:
             comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
             # One b for all: the batch is more rows of one product.
-            gemm_gpu[y.dtype, Epilogue(epilogue), layout == "nk", tf32, aligned, few=few](
+            comptime layer = Layer(y.static_spec, a.static_spec, b.static_spec)
+            gemm_gpu[
+                y.dtype,
+                Epilogue(epilogue),
+                layout == "nk",
+                tf32,
+                aligned,
+                few=few,
+                layer=layer,
+            ](
                 Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
                 rebind[Operands[y.dtype]](o),
                 Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),

@@ -14,6 +14,7 @@ from ..epilogue import Epilogue
 from ..gemm.tiles import gemm_group as gemm_group_bf16
 from ..gemm.cpu import gemm_group as gemm_group_cpu
 from ..gemm.gpu import gemm_bytes_group, gemm_group as gemm_group_gpu
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..operands import BF16, F32, ON_CPU, Operands, Scales, data
 
@@ -101,7 +102,9 @@ struct QkvLinear:
                     ],
                 )
         else:
-            gemm_group_gpu[q.dtype, 3, tf32, aligned](
+            comptime of_query = Layer(q.static_spec, q_tokens.static_spec, q_weight.static_spec)
+            comptime of_key = Layer(k.static_spec, k_tokens.static_spec, k_weight.static_spec)
+            gemm_group_gpu[q.dtype, 3, tf32, aligned, of_query.with_rows(of_key, 2)](
                 [queries, keys, keys], [query, key, value], ctx
             )
 
@@ -164,7 +167,10 @@ struct QuantizedQkvLinear:
         var c, f = q_tokens.shape()[2], q.shape()[2]
         var keys = Geometry(rows=k.size() // f, depth=c, columns=f)
         var queries = Geometry(rows=q.size() // f, depth=c, columns=f)
-        gemm_bytes_group[q_tokens.dtype, q_weight.dtype, q.dtype, 3](
+        comptime of_query = Layer(q.static_spec, q_tokens.static_spec, q_weight.static_spec)
+        comptime of_key = Layer(k.static_spec, k_tokens.static_spec, k_weight.static_spec)
+        comptime layer = of_query.with_rows(of_key, 2)
+        gemm_bytes_group[q_tokens.dtype, q_weight.dtype, q.dtype, 3, layer](
             [queries, keys, keys],
             [
                 Tensors(data(q_tokens), data(q_weight), data(q_bias), data(q), data(q)),

@@ -15,6 +15,7 @@ from max.gpu.host import DeviceContext
 from ..epilogue import Epilogue
 from ..gemm.chain import ChainTensors, ChainVectors, try_chain
 from ..gemm.gpu import gemm_bytes, gemm_bytes_shortcut, gemm_shortcut
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..operands import F32, Affine, Operands, Scales, data
 from ..target import IS_HOPPER
@@ -84,12 +85,14 @@ struct Conv2dChain:
                 ctx,
             ):
                 return
-        conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32, aligned=aligned, windows=False](
+        comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec)
+        comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec)
+        conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32, aligned=aligned, windows=False, layer=of_h](
             Geometry(rows=m, depth=c, columns=k),
             Operands[h.dtype](data(x), data(filter), data(bias), data(residual), data(h)),
             ctx,
         )
-        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False](
+        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False, layer=of_z](
             Geometry(rows=m, depth=k, columns=f),
             Operands[h.dtype](data(h), data(next), data(next_bias), data(h), data(z)),
             ctx,
@@ -164,7 +167,11 @@ struct Conv2dShortcutChain:
                 ctx,
             ):
                 return
-        gemm_shortcut[h.dtype, tf32, aligned](
+        comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec).with_source(
+            source.static_spec
+        )
+        comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec)
+        gemm_shortcut[h.dtype, tf32, aligned, of_h](
             Geometry(rows=m, depth=c, columns=k),
             Operands[h.dtype](data(x), data(filter), data(bias), data(x), data(h)),
             Geometry(rows=m, depth=s, columns=k),
@@ -173,7 +180,7 @@ struct Conv2dShortcutChain:
             ),
             ctx,
         )
-        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False](
+        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False, layer=of_z](
             Geometry(rows=m, depth=k, columns=f),
             Operands[h.dtype](data(h), data(next), data(next_bias), data(h), data(z)),
             ctx,
@@ -260,13 +267,15 @@ struct QuantizedConv2dChain:
             "add_relu", scales=True
         )
         comptime end = Epilogue("none", scales=True) if integers else Epilogue("relu", scales=True)
-        gemm_bytes[h.dtype, right, h.dtype, add, narrow](
+        comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec)
+        comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec)
+        gemm_bytes[h.dtype, right, h.dtype, add, narrow, layer=of_h](
             Geometry(rows=m, depth=c, columns=k),
             Bytes(data(x), data(filter), data(bias), data(residual), data(h)),
             first,
             ctx,
         )
-        gemm_bytes[h.dtype, right, h.dtype, end, False](
+        gemm_bytes[h.dtype, right, h.dtype, end, False, layer=of_z](
             Geometry(rows=m, depth=k, columns=f),
             Bytes(data(h), data(next), data(next_bias), data(h), data(z)),
             second,
@@ -357,7 +366,11 @@ struct QuantizedConv2dShortcutChain:
         comptime Bytes = Operands[h.dtype, h.dtype, right]
         comptime integers = h.dtype.is_integral()
         comptime end = Epilogue("none", scales=True) if integers else Epilogue("relu", scales=True)
-        gemm_bytes_shortcut[h.dtype, right, end, narrow](
+        comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec).with_source(
+            source.static_spec
+        )
+        comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec)
+        gemm_bytes_shortcut[h.dtype, right, end, narrow, of_h](
             Geometry(rows=m, depth=c, columns=k),
             Bytes(data(x), data(filter), data(bias), data(x), data(h)),
             Geometry(rows=m, depth=s, columns=k),
@@ -365,7 +378,7 @@ struct QuantizedConv2dShortcutChain:
             both,
             ctx,
         )
-        gemm_bytes[h.dtype, right, h.dtype, end, False](
+        gemm_bytes[h.dtype, right, h.dtype, end, False, layer=of_z](
             Geometry(rows=m, depth=k, columns=f),
             Bytes(data(h), data(next), data(next_bias), data(h), data(z)),
             second,

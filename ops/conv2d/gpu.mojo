@@ -4,6 +4,7 @@ from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..operands import Batch, Operands
 from .depthwise import enqueue_depthwise
@@ -17,6 +18,7 @@ def conv2d_gpu[
     aligned: Bool = False,
     windows: Bool = True,
     lies: Bool = False,
+    layer: Layer = Layer(),
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
     """Enqueues a convolution.
 
@@ -28,6 +30,7 @@ def conv2d_gpu[
         aligned: See `gemm` of ops/gemm/gpu.mojo.
         windows: See `aligned`.
         lies: Whether a depthwise filter lies as training has it.
+        layer: See `aligned`.
 
     Args:
         g: Sizes.
@@ -41,7 +44,7 @@ def conv2d_gpu[
     comptime if depthwise:
         enqueue_depthwise[dtype, epilogue, lies](g, o, ctx)
     else:
-        gemm[dtype, epilogue, True, tf32, aligned, windows](
+        gemm[dtype, epilogue, True, tf32, aligned, windows, layer=layer](
             g,
             o,
             Batch(

@@ -15,6 +15,7 @@ from std.sys import size_of
 
 from ..epilogue import Epilogue
 from ..gemm.resident import resident_gemm
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..hopper.shared import ROW
 from ..hopper.tile import TileConfig
@@ -78,7 +79,10 @@ struct Conv2dMean:
             o.y = data(y)
             resident_gemm[dtype, Epilogue(epilogue, pools=True), TILE](g, o, 1, ctx)
             return
-        conv2d_gpu[dtype, Epilogue(epilogue), tf32=False, aligned=True, windows=False](g, o, ctx)
+        comptime layer = Layer(images.static_spec, x.static_spec, filter.static_spec)
+        conv2d_gpu[dtype, Epilogue(epilogue), tf32=False, aligned=True, windows=False, layer=layer](
+            g, o, ctx
+        )
         comptime terms = Terms(dtype)
         comptime finish = Finish(dtype, 1)
         reduce_gpu["sum", terms](

@@ -4,6 +4,7 @@ from max.gpu.host import DeviceContext
 from std.documentation import doc_hidden
 
 from ..epilogue import Epilogue
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..no_gpu import REASON
 from ..operands import Operands
@@ -18,5 +19,6 @@ def conv2d_gpu[
     aligned: Bool,
     windows: Bool,
     lies: Bool,
+    layer: Layer,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool) raises:
     comptime assert False, REASON

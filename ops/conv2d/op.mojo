@@ -8,6 +8,7 @@ from extensibility import InputTensor, OutputTensor, register
 from max.gpu.host import DeviceContext
 
 from ..epilogue import Epilogue
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..operands import CHECKED, WIDE, Operands, data
 from .cpu import conv2d_cpu
@@ -78,6 +79,14 @@ struct Conv2d:
             comptime assert (
                 members <= 1
             ), "conv2d: a GPU has no kernel for small groups but depthwise"
+            comptime layer = Layer(y.static_spec, x.static_spec, filter.static_spec)
             conv2d_gpu[
-                y.dtype, Epilogue(epilogue), tf32, members == 1, aligned, windows, not constant
+                y.dtype,
+                Epilogue(epilogue),
+                tf32,
+                members == 1,
+                aligned,
+                windows,
+                not constant,
+                layer,
             ](g, rebind[Operands[y.dtype]](o), ctx, constant=constant)

@@ -23,6 +23,7 @@ from max.gpu.host import DeviceContext
 from ..dot import I8, U8
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm_bytes
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..operands import F32, Affine, Data, Levels, Operands, Scales, data
 from .cpu import conv2d_cpu
@@ -115,4 +116,7 @@ struct QuantizedConv2d:
                 data(x), data(filter), data(bias), beside, data(y)
             )
             var numbers = Scales(data(product), added, result=result)
-            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow, windows](g, o, numbers, ctx)
+            comptime layer = Layer(y.static_spec, x.static_spec, filter.static_spec)
+            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow, windows, layer](
+                g, o, numbers, ctx
+            )

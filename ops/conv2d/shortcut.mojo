@@ -17,6 +17,7 @@ from ..gemm.cpu import gemm
 from ..gemm.cpu import gemm_shortcut as gemm_shortcut_cpu
 from ..gemm.gpu import gemm_bytes_shortcut
 from ..gemm.gpu import gemm_shortcut as gemm_shortcut_gpu
+from ..gemm.layer import Layer
 from ..gemm.tiles import gemm_shortcut as gemm_shortcut_bf16
 from ..geometry import Geometry
 from ..operands import BF16, F32, ON_CPU, Operands, Scales, data
@@ -81,7 +82,10 @@ struct Conv2dShortcut:
                     g, rebind[Operands[BF16]](o), side, rebind[Operands[BF16]](beside)
                 )
         else:
-            gemm_shortcut_gpu[y.dtype, tf32, aligned](g, o, side, beside, ctx)
+            comptime layer = Layer(y.static_spec, x.static_spec, filter.static_spec).with_source(
+                source.static_spec
+            )
+            gemm_shortcut_gpu[y.dtype, tf32, aligned, layer](g, o, side, beside, ctx)
 
 
 def _on_cpu(g: Geometry, o: Operands[F32], side: Geometry, beside: Operands[F32]):
@@ -144,7 +148,11 @@ struct QuantizedConv2dShortcut:
         if y.size() == 0:
             return
         comptime Bytes = Operands[y.dtype, y.dtype, filter.dtype]
-        gemm_bytes_shortcut[y.dtype, filter.dtype, Epilogue(epilogue, scales=True), narrow](
+        comptime layer = Layer(y.static_spec, x.static_spec, filter.static_spec).with_source(
+            source.static_spec
+        )
+        comptime scaled = Epilogue(epilogue, scales=True)
+        gemm_bytes_shortcut[y.dtype, filter.dtype, scaled, narrow, layer](
             Geometry(x.shape(), y.shape(), data(window)),
             Bytes(data(x), data(filter), data(bias), data(x), data(y)),
             Geometry(source.shape(), y.shape(), data(shortcut_window)),

@@ -34,24 +34,30 @@ from ..operands import F32, Batch, Data, Operands, Scales
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .gemv import gemv, has_gemv, takes_gemv
 from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
+from .layer import Layer
 from .mma import mma_gemm
 from .pingpong import pingpong_gemm, pingpong_gemms
 from .resident import resident_gemm, resident_gemms
 from .tuning import (
+    BYTE_ROWS,
     CONFIGS,
     FIRST_PINGPONG,
     FIRST_RESIDENT,
     FIRST_TURNED,
+    LARGEST,
     PINGPONG,
     RESIDENT,
+    ROWS,
     TILES,
     TURNED,
-    WIDE,
+    TURNED_FILTERS,
     alike,
     choose,
-    choose_bytes,
     chosen,
-    of_bytes,
+    chosen_alike,
+    chosen_of_bytes,
+    narrowed,
+    reached,
     turned,
 )
 from .turned import turned_gemm
@@ -70,6 +76,8 @@ comptime WIDEST = 128
 """Filters of a tile at most where sums are rescaled: more of them leave the registers."""
 comptime NOT_ALIGNED = "gemm: the copy engine does not take these sizes, though aligned says so"
 """What a product is refused with that graphs/arrange.py should not have called aligned."""
+comptime NO_TILE = "gemm: the tile chosen is not compiled: the sizes are not those of the layer"
+"""What a product is refused with that is not the layer's."""
 
 
 @always_inline
@@ -224,6 +232,7 @@ def gemm[
     aligned: Bool = False,
     windows: Bool = False,
     few: Bool = False,
+    layer: Layer = Layer(),
 ](
     g: Geometry,
     o: Operands[dtype],
@@ -246,6 +255,7 @@ def gemm[
             else.
         few: Whether M is small, as where an image has one row: gemv.mojo is then compiled, and tiles of
             more than 64 rows are not. Any M is computed.
+        layer: What the graph knows of the sizes: tiles that the product never gets are not compiled.
 
     Args:
         g: Sizes of one product.
@@ -268,18 +278,20 @@ def gemm[
                     gemv[dtype, epilogue](g, o, ctx)
                     return
             comptime WIDTH = ROW // size_of[dtype]()
-            comptime turns = windows and dtype.is_half_float()
+            comptime turns = windows and dtype.is_half_float() and layer.filters < TURNED_FILTERS
+            comptime rows = reached[ROWS](layer, WIDTH, epilogue, few)
             var device = Device(ctx)
-            var row = choose[few](g, WIDTH, epilogue, device)
+            var row = choose(materialize[rows](), g, WIDTH, epilogue, device)
             comptime if turns:
                 row = turned(row, g, ceildiv(g.c, WIDTH), device)
             comptime for i in range(TILES):
-                comptime if chosen(i, epilogue, turns, few):
+                comptime if chosen(i, rows, epilogue, turns):
                     if row.config == i:
                         gemm_tile[dtype, epilogue, i](
                             g, o, row.splits, ctx, constant=constant, norm=norm
                         )
-            return
+                        return
+            raise Error(NO_TILE)
     comptime assert (
         hopper and aligned
     ) or not epilogue.normed(), "gemm: rows are normalised on Hopper, of aligned sizes"
@@ -344,6 +356,7 @@ def gemm_bytes[
     epilogue: Epilogue,
     narrow: Bool,
     windows: Bool = False,
+    layer: Layer = Layer(),
 ](g: Geometry, o: Operands[dtype, out, right], scales: Scales, ctx: DeviceContext) raises:
     """Enqueues a product of 8-bit numbers, on Hopper.
 
@@ -354,6 +367,7 @@ def gemm_bytes[
         epilogue: What the accumulator goes through; it scales.
         narrow: Whether the channels leave half of a step of 128 bytes empty, and y has 8 bits too.
         windows: As `gemm` has it.
+        layer: Likewise.
 
     Args:
         g: Sizes; one group.
@@ -367,9 +381,10 @@ def gemm_bytes[
     comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
     if not takes[dtype, out](g):
         raise Error(NOT_ALIGNED)
+    comptime rows = reached[BYTE_ROWS](layer, ROW, epilogue)
     var device = Device(ctx)
-    var row = choose_bytes(g, epilogue, device)
-    comptime if windows and out == dtype:
+    var row = choose(materialize[rows](), g, ROW, epilogue, device)
+    comptime if windows and out == dtype and layer.filters < TURNED_FILTERS:
         # Few channels have few filters: the tile whose filters stay is for these.
         comptime index = FIRST_TURNED + (0 if narrow else 1)
         if turned[bytes=True](row, g, ceildiv(g.c, ROW), device).config == index:
@@ -378,9 +393,11 @@ def gemm_bytes[
     comptime if narrow:
         row = alike(row)
     comptime for i in range(FIRST_TURNED):
-        comptime if of_bytes(i, epilogue, narrow):
+        comptime if chosen_of_bytes(i, rows, epilogue, narrow):
             if row.config == i:
                 byte_tile[dtype, right, out, epilogue, narrow, i](g, o, row.splits, scales, ctx)
+                return
+    raise Error(NO_TILE)
 
 
 def byte_tile[
@@ -422,7 +439,7 @@ def byte_tile[
 
 
 def gemm_group[
-    dtype: DType, products: Int, tf32: Bool, aligned: Bool = False
+    dtype: DType, products: Int, tf32: Bool, aligned: Bool = False, layer: Layer = Layer()
 ](
     sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
 ) raises:
@@ -433,6 +450,7 @@ def gemm_group[
         products: How many there are.
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
         aligned: See `gemm`; of each product.
+        layer: Likewise; of a product of the rows of all.
 
     Args:
         sizes: Of each product.
@@ -447,9 +465,10 @@ def gemm_group[
         if takes[dtype](sizes[0]):
             comptime WIDTH = ROW // size_of[dtype]()
             comptime none = Epilogue("none")
-            var row = choose(_together(sizes), WIDTH, none, Device(ctx))
+            comptime rows = reached[ROWS](layer, WIDTH, none)
+            var row = choose(materialize[rows](), _together(sizes), WIDTH, none, Device(ctx))
             comptime for i in range(FIRST_TURNED):
-                comptime if chosen(i, none, windows=False, few=False):
+                comptime if chosen(i, rows, none, windows=False):
                     if row.config == i:
                         comptime if i < FIRST_RESIDENT:
                             hopper_gemms[dtype, none, CONFIGS[i], products](
@@ -463,7 +482,8 @@ def gemm_group[
                             pingpong_gemms[dtype, none, PINGPONG[i - FIRST_PINGPONG], products](
                                 sizes, operands, ctx
                             )
-            return
+                        return
+            raise Error(NO_TILE)
     comptime if hopper and aligned:
         raise Error(NOT_ALIGNED)
     else:
@@ -472,7 +492,7 @@ def gemm_group[
 
 
 def gemm_bytes_group[
-    dtype: DType, right: DType, out: DType, products: Int
+    dtype: DType, right: DType, out: DType, products: Int, layer: Layer = Layer()
 ](
     sizes: Array[Geometry, products],
     operands: Array[Operands[dtype, out, right], products],
@@ -486,6 +506,7 @@ def gemm_bytes_group[
         right: Of w.
         out: Of y: a float.
         products: How many there are.
+        layer: As `gemm_group` has it.
 
     Args:
         sizes: Of each product.
@@ -500,9 +521,10 @@ def gemm_bytes_group[
     comptime epilogue = Epilogue("none", scales=True)
     if not takes[dtype, out](sizes[0]):
         raise Error(NOT_ALIGNED)
-    var row = choose_bytes(_together(sizes), epilogue, Device(ctx))
+    comptime rows = reached[BYTE_ROWS](layer, ROW, epilogue)
+    var row = choose(materialize[rows](), _together(sizes), ROW, epilogue, Device(ctx))
     comptime for i in range(FIRST_TURNED):
-        comptime if of_bytes(i, epilogue, narrow=False):
+        comptime if chosen_of_bytes(i, rows, epilogue, narrow=False):
             if row.config == i:
                 comptime if i < FIRST_RESIDENT:
                     hopper_gemms[dtype, epilogue, CONFIGS[i], products, out, right](
@@ -513,6 +535,8 @@ def gemm_bytes_group[
                     pingpong_gemms[dtype, epilogue, config, products, out, right](
                         sizes, operands, ctx, scales=scales.copy()
                     )
+                return
+    raise Error(NO_TILE)
 
 
 def _together[products: Int, //](sizes: Array[Geometry, products]) -> Geometry:
@@ -524,7 +548,7 @@ def _together[products: Int, //](sizes: Array[Geometry, products]) -> Geometry:
 
 
 def gemm_shortcut[
-    dtype: DType, tf32: Bool, aligned: Bool = False
+    dtype: DType, tf32: Bool, aligned: Bool = False, layer: Layer = Layer()
 ](
     g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
 ) raises:
@@ -534,6 +558,7 @@ def gemm_shortcut[
         dtype: Of x, w and y.
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
         aligned: See `gemm`; of both convolutions.
+        layer: Likewise.
 
     Args:
         g: Sizes; one group.
@@ -550,13 +575,17 @@ def gemm_shortcut[
         if takes[dtype](g) and takes[dtype](beside):
             comptime WIDTH = ROW // size_of[dtype]()
             var steps = ceildiv(beside.c, WIDTH)
-            var row = alike(choose(g, WIDTH, Epilogue("relu"), Device(ctx), steps))
+            comptime relu = Epilogue("relu")
+            comptime rows = reached[ROWS](layer, WIDTH, relu)
+            var row = alike(choose(materialize[rows](), g, WIDTH, relu, Device(ctx), steps))
             comptime for i in range(len(CONFIGS)):
-                if row.config == i:
-                    hopper_shortcut[dtype, Epilogue("relu"), CONFIGS[i]](
-                        g, o, beside, more, row.splits, ctx
-                    )
-            return
+                comptime if chosen_alike(i, rows, CONFIGS[LARGEST].columns):
+                    if row.config == i:
+                        hopper_shortcut[dtype, relu, CONFIGS[i]](
+                            g, o, beside, more, row.splits, ctx
+                        )
+                        return
+            raise Error(NO_TILE)
     comptime if hopper and aligned:
         raise Error(NOT_ALIGNED)
     else:
@@ -567,7 +596,7 @@ def gemm_shortcut[
 
 
 def gemm_bytes_shortcut[
-    dtype: DType, right: DType, epilogue: Epilogue, narrow: Bool
+    dtype: DType, right: DType, epilogue: Epilogue, narrow: Bool, layer: Layer = Layer()
 ](
     g: Geometry,
     o: Operands[dtype, dtype, right],
@@ -583,6 +612,7 @@ def gemm_bytes_shortcut[
         right: Of w.
         epilogue: What the accumulator goes through; it scales, and does not add.
         narrow: Whether the channels of either leave half of a step of 128 bytes empty.
+        layer: As `gemm` has it.
 
     Args:
         g: Sizes; one group.
@@ -598,16 +628,19 @@ def gemm_bytes_shortcut[
     comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
     if not (takes[dtype](g) and takes[dtype](beside)):
         raise Error(NOT_ALIGNED)
-    var row = alike(choose_bytes(g, epilogue, Device(ctx), ceildiv(beside.c, ROW)))
-    if materialize[CONFIGS]()[row.config].columns > WIDEST:
-        row.config = WIDE
+    comptime rows = reached[BYTE_ROWS](layer, ROW, epilogue)
+    var steps = ceildiv(beside.c, ROW)
+    var found = choose(materialize[rows](), g, ROW, epilogue, Device(ctx), steps)
+    var row = narrowed(alike(found), WIDEST)
     comptime for i in range(len(CONFIGS)):
-        comptime if CONFIGS[i].columns <= WIDEST:
+        comptime if chosen_alike(i, rows, WIDEST):
             if row.config == i:
                 comptime config = CONFIGS[i].halved() if narrow else CONFIGS[i]
                 hopper_shortcut[dtype, epilogue, config, dtype, right](
                     g, o, beside, more, row.splits, ctx, scales=scales
                 )
+                return
+    raise Error(NO_TILE)
 
 
 def gemm_portable[

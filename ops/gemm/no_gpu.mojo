@@ -7,6 +7,7 @@ from ..epilogue import Epilogue
 from ..geometry import Geometry
 from ..no_gpu import REASON
 from ..operands import Batch, Operands, Scales
+from .layer import Layer
 
 
 @doc_hidden
@@ -17,20 +18,27 @@ def gemm[
     tf32: Bool,
     aligned: Bool,
     few: Bool = False,
+    layer: Layer = Layer(),
 ](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext, *, constant: Bool,) raises:
     comptime assert False, REASON
 
 
 @doc_hidden
 def gemm_bytes[
-    dtype: DType, right: DType, out: DType, epilogue: Epilogue, narrow: Bool, windows: Bool = False
+    dtype: DType,
+    right: DType,
+    out: DType,
+    epilogue: Epilogue,
+    narrow: Bool,
+    windows: Bool = False,
+    layer: Layer = Layer(),
 ](g: Geometry, o: Operands[dtype, out, right], scales: Scales, ctx: DeviceContext) raises:
     comptime assert False, REASON
 
 
 @doc_hidden
 def gemm_bytes_shortcut[
-    dtype: DType, right: DType, epilogue: Epilogue, narrow: Bool
+    dtype: DType, right: DType, epilogue: Epilogue, narrow: Bool, layer: Layer = Layer()
 ](
     g: Geometry,
     o: Operands[dtype, dtype, right],
@@ -44,7 +52,7 @@ def gemm_bytes_shortcut[
 
 @doc_hidden
 def gemm_group[
-    dtype: DType, products: Int, tf32: Bool, aligned: Bool
+    dtype: DType, products: Int, tf32: Bool, aligned: Bool, layer: Layer = Layer()
 ](
     sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
 ) raises:
@@ -53,7 +61,7 @@ def gemm_group[
 
 @doc_hidden
 def gemm_bytes_group[
-    dtype: DType, right: DType, out: DType, products: Int
+    dtype: DType, right: DType, out: DType, products: Int, layer: Layer = Layer()
 ](
     sizes: Array[Geometry, products],
     operands: Array[Operands[dtype, out, right], products],
@@ -65,7 +73,7 @@ def gemm_bytes_group[
 
 @doc_hidden
 def gemm_shortcut[
-    dtype: DType, tf32: Bool, aligned: Bool
+    dtype: DType, tf32: Bool, aligned: Bool, layer: Layer = Layer()
 ](
     g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
 ) raises:

@@ -22,6 +22,7 @@ from ..hopper.moments import GROUP
 from ..hopper.shared import ROW
 from ..hopper.tile import TileConfig
 from .hopper import Config
+from .layer import Layer
 from .pingpong import PingPong
 from .turned import TurnedConfig, turned_tiles
 
@@ -54,6 +55,8 @@ comptime FIRST_PINGPONG = FIRST_RESIDENT + len(RESIDENT)
 """The first of PINGPONG, as a row's `config`."""
 comptime TURNED: List[TurnedConfig] = [TurnedConfig(64, 232), TurnedConfig(128, 200)]
 """The tiles of turned.mojo that are compiled, of 16 bits: not in rows, `turned` chooses them."""
+comptime TURNED_FILTERS = 256
+"""Of as many filters a product gets none of TURNED (`turned` has the times)."""
 comptime FIRST_TURNED = FIRST_PINGPONG + len(PINGPONG)
 """The first of TURNED, as `turned` counts them on from PINGPONG."""
 comptime TILES = FIRST_TURNED + len(TURNED)
@@ -64,8 +67,72 @@ comptime WIDE = 1
 """The tile of CONFIGS of the most pixels, and of 128 filters."""
 comptime LOW = 4
 """The tile of CONFIGS of 64 rows and columns that no cluster shares."""
+comptime BESIDE_MOMENTS = FIRST_RESIDENT + 2
+"""The block of RESIDENT of 64 rows and columns that no cluster shares."""
 comptime ALIKE: List[Int] = [5, 5, 4, 5]
 """The tile of CONFIGS that is most like each block of RESIDENT."""
+
+
+def _log2(number: Int) -> Int:
+    """Approximates 256 times the logarithm, by a line between powers of two."""
+    var whole = bit_width(number) - 1
+    return (whole << 8) + ((number - (1 << whole)) << 8 >> whole)
+
+
+comptime WIDEST = 128
+"""Rows and columns of the tiles that are counted."""
+comptime MULTIPROCESSORS = 132
+"""Of the GPU that the rows were measured on."""
+comptime IMAGES: List[Int] = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
+"""The batch sizes that `reached` looks at."""
+
+
+struct Features(TrivialRegisterPassable):
+    """What of a product its tile depends on: logarithms, as `_log2` gives them.
+
+    They are fields, not a vector: the compiler, which runs `reached`, is ten times as fast.
+    """
+
+    var pixels: Int
+    """Of M, twice."""
+    var tiles: Int
+    """Of the tiles of a multiprocessor, twice."""
+    var filters: Int
+    """Of F, four times."""
+    var padding: Int
+    """Of what tiles pad F by, four times."""
+    var steps: Int
+    """Of the steps of K, twice."""
+    var idle: Int
+    """Of how many times as many tiles of 192 x 192 the multiprocessors could compute in as many turns."""
+    var idle_128: Int
+    """Likewise, of 192 x 128."""
+
+    def __init__(out self, pixels: Int, filters: Int, steps: Int, multiprocessors: Int):
+        """Computes them.
+
+        Args:
+            pixels: M.
+            filters: F.
+            steps: Of K.
+            multiprocessors: Of the GPU.
+        """
+        var columns = ceildiv(filters, WIDEST)
+        var f = _log2(filters)
+        var tiles = _log2(ceildiv(pixels, WIDEST) * columns)
+        self.pixels = 2 * _log2(pixels)
+        self.tiles = 2 * (tiles - _log2(multiprocessors))
+        self.filters = 4 * f
+        self.padding = 4 * (_log2(columns * WIDEST) - f)
+        self.steps = 2 * _log2(steps)
+        var tall = ceildiv(pixels, 192)
+        self.idle = _idle(tall * ceildiv(filters, 192), multiprocessors)
+        self.idle_128 = _idle(tall * ceildiv(filters, 128), multiprocessors)
+
+
+def _idle(tiles: Int, multiprocessors: Int) -> Int:
+    """Compares the tiles that fit into all turns with those that there are."""
+    return _log2(ceildiv(tiles, multiprocessors) * multiprocessors) - _log2(tiles)
 
 
 struct Row(TrivialRegisterPassable):
@@ -77,14 +144,16 @@ struct Row(TrivialRegisterPassable):
     """F."""
     var steps: Int
     """Steps of K."""
-    var epilogue: StaticString
-    """As far as it costs time: none, add or gelu."""
+    var costs: Int
+    """Of the epilogue, as `_costs` counts them."""
     var config: Int
     """Index in CONFIGS, RESIDENT and PINGPONG, one after the other."""
     var splits: Int
     """Blocks that share a tile."""
     var next: Int
     """The fastest tile of CONFIGS, if the row's is one of PINGPONG."""
+    var features: Features
+    """Of the product."""
 
     def __init__(
         out self,
@@ -108,7 +177,21 @@ struct Row(TrivialRegisterPassable):
             next: The fastest tile of CONFIGS, if the row's is one of PINGPONG.
         """
         self.pixels, self.filters, self.steps = pixels, filters, steps
-        self.epilogue, self.config, self.splits, self.next = epilogue, config, splits, next
+        self.costs = Int(epilogue == "add") + 2 * Int(epilogue == "gelu")
+        self.config, self.splits, self.next = config, splits, next
+        self.features = Features(pixels, filters, steps, MULTIPROCESSORS)
+
+    def is_of(self, other: Self) -> Bool:
+        """Tells whether two rows are of one product.
+
+        Args:
+            other: The other row.
+
+        Returns:
+            Whether they are.
+        """
+        var sizes = self.pixels == other.pixels and self.filters == other.filters
+        return sizes and self.steps == other.steps and self.costs == other.costs
 
 
 comptime ROWS: List[Row] = [
@@ -765,56 +848,13 @@ comptime BYTE_ROWS: List[Row] = [
 """The table of products of 8-bit numbers: steps are of 128 channels, tiles not those of RESIDENT."""
 
 
-def _log2(number: Int) -> Int:
-    """Approximates 256 times the logarithm, by a line between powers of two."""
-    var whole = bit_width(number) - 1
-    return (whole << 8) + ((number - (1 << whole)) << 8 >> whole)
-
-
-comptime FEATURES = 7
-"""What of a product its tile depends on."""
-comptime WIDEST = 128
-"""Rows and columns of the tiles that are counted."""
-comptime MULTIPROCESSORS = 132
-"""Of the GPU that the rows were measured on."""
-
-
-def _features(
-    pixels: Int, filters: Int, steps: Int, multiprocessors: Int
-) -> StaticTuple[Int, FEATURES]:
-    """Gives twice the logarithms of M, F (twice), the steps of K, the tiles of a multiprocessor, and
-    what tiles pad F by (twice); and that of how many times as many tiles of 192 x 192, and of 192 x
-    128, the multiprocessors could compute in as many turns.
-    """
-    var columns = ceildiv(filters, WIDEST)
-    var f = _log2(filters)
-    var padding = _log2(columns * WIDEST) - f
-    var tiles = _log2(ceildiv(pixels, WIDEST) * columns)
-    return StaticTuple[Int, FEATURES](
-        2 * _log2(pixels),
-        4 * f,
-        2 * _log2(steps),
-        2 * (tiles - _log2(multiprocessors)),
-        4 * padding,
-        _idle(ceildiv(pixels, 192) * ceildiv(filters, 192), multiprocessors),
-        _idle(ceildiv(pixels, 192) * ceildiv(filters, 128), multiprocessors),
-    )
-
-
-def _idle(tiles: Int, multiprocessors: Int) -> Int:
-    """Compares the tiles that fit into all turns with those that there are."""
-    return _log2(ceildiv(tiles, multiprocessors) * multiprocessors) - _log2(tiles)
-
-
-def choose[
-    few: Bool = False
-](g: Geometry, width: Int, epilogue: Epilogue, device: Device, more: Int = 0) -> Row:
+def choose(
+    rows: List[Row], g: Geometry, width: Int, epilogue: Epilogue, device: Device, more: Int = 0
+) -> Row:
     """Chooses the tile of a product.
 
-    Parameters:
-        few: Whether only tiles of few rows are compiled (`chosen`).
-
     Args:
+        rows: Of `reached`.
         g: Sizes.
         width: Channels of a step of K.
         epilogue: What the accumulator goes through.
@@ -825,68 +865,125 @@ def choose[
         The nearest row whose splits the product has steps for.
     """
     var steps = g.r * g.s * ceildiv(g.c, width) + more
-    var row = nearest[ROWS, few](g, steps, epilogue, device)
+    var row = nearest(rows, g, steps, epilogue, device.multiprocessors)
     # Moments are loaded beside x there: CvT-13 at batch 1 takes 0.2720 ms, else 0.2735 (H200, 2026-11-27).
     if epilogue.normalizes and row.config == LOW and device.waves(g.tiles(64, 64)) <= 2:
-        row.config = FIRST_RESIDENT + 2
+        row.config = BESIDE_MOMENTS
     return measuring(row) if epilogue.measures else row
 
 
-def choose_bytes(g: Geometry, epilogue: Epilogue, device: Device, more: Int = 0) -> Row:
-    """Chooses the tile of a product of 8-bit numbers, from its own rows.
-
-    Args:
-        g: Sizes.
-        epilogue: What the accumulator goes through.
-        device: The GPU.
-        more: Steps of K of a second source.
-
-    Returns:
-        The nearest row, as `choose` finds it.
-    """
-    return nearest[BYTE_ROWS](g, g.r * g.s * ceildiv(g.c, ROW) + more, epilogue, device)
-
-
-def chosen(config: Int, epilogue: Epilogue, windows: Bool, few: Bool) -> Bool:
+def chosen(config: Int, rows: List[Row], epilogue: Epilogue, windows: Bool) -> Bool:
     """Tells whether products get a tile; others are not compiled.
 
     Args:
         config: As a row's.
+        rows: Of `reached`.
         epilogue: What the accumulator goes through.
         windows: Whether `turned` may choose the tile.
-        few: Whether products have few rows.
 
     Returns:
-        Whether a row has it, and it has the epilogue; or it is one of TURNED.
+        Whether `choose` may give it; or whether it is one of TURNED, and `windows`.
     """
-    if few and not is_low(config):
-        return False
     if config >= FIRST_TURNED:
         return windows
     if config >= FIRST_PINGPONG and epilogue.joins:
         return False
-    if epilogue.measures and measuring(Row(0, 0, 0, "add", config, 2)).config != config:
-        return False
-    for row in materialize[ROWS]():
-        if row.config == config:
+    for row in rows:
+        var found = measuring(row) if epilogue.measures else row
+        if found.config == config:
+            return True
+        if epilogue.normalizes and found.config == LOW and config == BESIDE_MOMENTS:
             return True
     return False
 
 
-def of_bytes(config: Int, epilogue: Epilogue, narrow: Bool) -> Bool:
+def chosen_of_bytes(config: Int, rows: List[Row], epilogue: Epilogue, narrow: Bool) -> Bool:
     """Tells whether products of 8-bit numbers get a tile of rows; others are not compiled.
 
     Args:
         config: As a row's.
+        rows: Of `reached`.
         epilogue: What the accumulator goes through.
         narrow: Whether the stages have half of 128 bytes.
 
     Returns:
-        True of CONFIGS, and of PINGPONG for what they compute.
+        Whether a row has it, of those of CONFIGS if the stages are narrow.
     """
-    return config < FIRST_RESIDENT or (
-        config >= FIRST_PINGPONG and not epilogue.joins and not narrow
-    )
+    if config >= FIRST_PINGPONG and epilogue.joins:
+        return False
+    for row in rows:
+        if (alike(row) if narrow else row).config == config:
+            return True
+    return False
+
+
+def chosen_alike(config: Int, rows: List[Row], widest: Int) -> Bool:
+    """Tells whether products of two sources get a tile of CONFIGS; others are not compiled.
+
+    Args:
+        config: As a row's.
+        rows: Of `reached`.
+        widest: Columns of a tile at most.
+
+    Returns:
+        Whether a row has it, or one that is `alike`.
+    """
+    for row in rows:
+        if narrowed(alike(row), widest).config == config:
+            return True
+    return False
+
+
+def narrowed(row: Row, widest: Int) -> Row:
+    """Finds a tile of CONFIGS of fewer columns.
+
+    Args:
+        row: Of a tile of CONFIGS.
+        widest: Columns at most, 128 or more.
+
+    Returns:
+        The row, with the tile of the most pixels if its own is too wide.
+    """
+    var other = row
+    if materialize[CONFIGS]()[row.config].columns > widest:
+        other.config = WIDE
+    return other
+
+
+def reached[
+    table: List[Row]
+](layer: Layer, width: Int, epilogue: Epilogue, few: Bool = False) -> List[Row]:
+    """Finds the rows whose tiles a layer's product gets, at compile time: others are not compiled.
+
+    A kernel takes the compiler a second, and a layer gets four of the 13 tiles on average. At batch sizes
+    that are not among IMAGES `choose` takes the nearest of the rows that are found.
+
+    Parameters:
+        table: ROWS or BYTE_ROWS.
+
+    Args:
+        layer: What is known.
+        width: Channels of a step of K.
+        epilogue: What the accumulator goes through.
+        few: Whether only tiles of few rows are wanted (`is_low`).
+
+    Returns:
+        The rows; all if the layer is not known.
+    """
+    var rows = List[Row]()
+    for row in materialize[table]():
+        if not few or is_low(row.config):
+            rows.append(row)
+    if not layer.is_known():
+        return rows^
+    var steps = layer.steps(width)
+    var found = List[Row]()
+    for images in materialize[IMAGES]():
+        var g = Geometry(rows=images * layer.pixels, depth=0, columns=layer.filters)
+        var row = nearest(rows, g, steps, epilogue, MULTIPROCESSORS)
+        if len(found) == 0 or not row.is_of(found[len(found) - 1]):
+            found.append(row)
+    return found^
 
 
 def measuring(row: Row) -> Row:
@@ -951,7 +1048,7 @@ def turned[bytes: Bool = False](row: Row, g: Geometry, chunks: Int, device: Devi
     multiprocessor has. Less than a twentieth does not count. Tiles of clusters of two stay: they
     wait for shared memory less than this says.
 
-    With 256 filters or more a row's tile stays: of 71 such convolutions of 3 x 3 on an H200 none
+    With TURNED_FILTERS or more a row's tile stays: of 71 such convolutions of 3 x 3 on an H200 none
     took 3 % less time, and those of 512 filters up to 16 % more. From 8 images on, 64 filters at 56
     x 56 take 0.60 to 0.95 of the time of the best other tile; from 32 on, 128 at 28 x 28 0.93 to
     1.04 (2026-11-25).
@@ -979,7 +1076,7 @@ def turned[bytes: Bool = False](row: Row, g: Geometry, chunks: Int, device: Devi
     comptime for i in range(len(TURNED)):
         comptime config = TURNED[i].of_bytes(narrow=False) if bytes else TURNED[i]
         var turns = device.waves(turned_tiles[config](g, chunks=chunks))
-        if turns > 0 and g.f < 256:
+        if turns > 0 and g.f < TURNED_FILTERS:
             comptime clocks = config.pixels * config.filters // 32
             choice.offer(FIRST_TURNED + i, 1.05 * Float64(turns * clocks))
     var other = row
@@ -998,43 +1095,58 @@ def takes(config: Int, steps: Int, epilogue: Epilogue) -> Bool:
     Returns:
         False for some products and blocks of PINGPONG.
     """
-    comptime for i in range(len(PINGPONG)):
-        comptime block = PINGPONG[i]
-        if config == FIRST_PINGPONG + i:
-            return block.takes(steps, epilogue)
+    if config >= FIRST_PINGPONG:
+        comptime for i in range(len(PINGPONG)):
+            comptime block = PINGPONG[i]
+            if config == FIRST_PINGPONG + i:
+                return block.takes(steps, epilogue)
     return True
 
 
-def nearest[
-    rows: List[Row], few: Bool = False
-](g: Geometry, steps: Int, epilogue: Epilogue, device: Device) -> Row:
+def nearest(
+    rows: List[Row], g: Geometry, steps: Int, epilogue: Epilogue, multiprocessors: Int
+) -> Row:
     """Finds the measured product that is most like another.
 
-    Parameters:
-        rows: What was measured.
-        few: Whether only rows with tiles for few rows count (`is_low`).
-
     Args:
+        rows: What was measured.
         g: Sizes.
         steps: Of K.
         epilogue: What the accumulator goes through.
-        device: The GPU.
+        multiprocessors: Of the GPU.
 
     Returns:
         The nearest row whose splits the product has steps for, and whose block takes it.
     """
-    var costs: StaticString = "gelu" if epilogue.gelu else "none"
-    if epilogue.joins:
-        costs = "add_gelu" if epilogue.gelu else "add"
-    var wanted = _features(g.pixels(), g.f, steps, device.multiprocessors)
-    var choice = Cheapest(Row(0, 0, 0, "none", 0, 1))
-    for row in materialize[rows]():
-        var compiled = not few or is_low(row.config)
-        if compiled and row.splits <= steps and takes(row.config, steps, epilogue):
-            var found = _features(row.pixels, row.filters, row.steps, MULTIPROCESSORS)
-            var distance = 256 * Int(row.epilogue != costs)
-            comptime for i in range(FEATURES):
-                distance += abs(found[i] - wanted[i])
-            # Of rows as near the one of more pixels.
-            choice.offer(row, Float64((distance << 32) - row.pixels))
-    return choice.best
+    var costs = _costs(epilogue)
+    var wanted = Features(g.pixels(), g.f, steps, multiprocessors)
+    var best = Row(1, 1, 1, "none", 0, 1)
+    var least = 1 << 30
+    for row in rows:
+        # What differs most comes first: most rows are passed over there.
+        var distance = abs(row.features.pixels - wanted.pixels) + abs(
+            row.features.tiles - wanted.tiles
+        )
+        if distance > least:
+            continue
+        distance += abs(row.features.filters - wanted.filters) + abs(
+            row.features.padding - wanted.padding
+        )
+        distance += abs(row.features.steps - wanted.steps)
+        if row.costs != costs:
+            distance += 256
+        if distance > least:
+            continue
+        distance += abs(row.features.idle - wanted.idle) + abs(
+            row.features.idle_128 - wanted.idle_128
+        )
+        # Of rows as near the one of more pixels.
+        if distance < least or distance == least and row.pixels > best.pixels:
+            if row.splits <= steps and takes(row.config, steps, epilogue):
+                best, least = row, distance
+    return best
+
+
+def _costs(epilogue: Epilogue) -> Int:
+    """Counts what an epilogue does as far as it costs time: 1 for a residual, 2 for GELU."""
+    return Int(epilogue.joins) + 2 * Int(epilogue.gelu)

@@ -506,7 +506,8 @@ def sparse_conv2d_tiled[
             "sparse_conv2d: tiles expect one group, C and F in multiples of 8, and windows that the"
             " copy engine walks over; choose another kernel"
         )
-    var row = nearest[ROWS](g, g.r * g.s * ceildiv(g.c, WIDTH), epilogue, Device(ctx))
+    var steps = g.r * g.s * ceildiv(g.c, WIDTH)
+    var row = nearest(materialize[ROWS](), g, steps, epilogue, Device(ctx).multiprocessors)
     comptime for i in range(len(CONFIGS)):
         if row.config == i:
             enqueue_tiled[dtype, epilogue, CONFIGS[i]](g, o, words, starts, row.splits, ctx)

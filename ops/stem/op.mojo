@@ -6,6 +6,7 @@ from std.utils import IndexList
 
 from ..conv2d.gpu import conv2d_gpu
 from ..epilogue import Epilogue
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..operands import F32, Operands, data
 from ..target import IS_HOPPER
@@ -158,7 +159,10 @@ struct StemMaxPoolConv2d:
                 return
         _stem[target, stem](o, x.shape(), y.shape(), pad, 0, ctx)
         if z.size() > 0:
-            conv2d_gpu[y.dtype, Epilogue("relu"), False, aligned=aligned, windows=False](
+            comptime layer = Layer(z.static_spec, y.static_spec, next.static_spec)
+            conv2d_gpu[
+                y.dtype, Epilogue("relu"), False, aligned=aligned, windows=False, layer=layer
+            ](
                 Geometry(rows=z.size() // g, depth=f, columns=g),
                 Operands[y.dtype](data(y), data(next), data(next_bias), data(y), data(z)),
                 ctx,

@@ -100,6 +100,13 @@ def test_results_of_bytes_are_exact(
     run_for(cpu, "byte_results", tmp_path, pytestconfig.rootpath)
 
 
+def test_a_layer_has_every_tile_that_it_may_get(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    tiles = float(run_for(None, "tuned_tiles", tmp_path, pytestconfig.rootpath))
+    assert tiles < 6, "of 13: most are compiled for nothing"
+
+
 BYTES = {  # what adds the products of four bytes to a sum
     "x86-64-v3": "vpmaddwd",
     "alderlake": "{vex}\tvpdpbusd",

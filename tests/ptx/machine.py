@@ -873,7 +873,7 @@ class Launch:
         self.grid = (*grid, 1, 1)[:3]
         self.threads, self.shared_bytes, self.cluster = threads, shared_bytes, cluster
         self.maps, self.together = maps, together
-        # Of a kernel that changes them ptxas gives a thread what there is, up to the most it asks for.
+        # Where a kernel changes them, ptxas gives a thread its share, up to the most it asks for.
         share = REGISTERS // (kernel.blocks * (kernel.threads or 1024)) // 8 * 8
         asked = [int(i.args[0]) for i in kernel.code if i.op.startswith("setmaxnreg")]
         self.registers = min(share, max(asked, default=0))
