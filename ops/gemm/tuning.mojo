@@ -955,7 +955,7 @@ def reached[
 ](layer: Layer, width: Int, epilogue: Epilogue, few: Bool = False) -> List[Row]:
     """Finds the rows whose tiles a layer's product gets, at compile time: others are not compiled.
 
-    A kernel takes the compiler a second, and a layer gets four of the 13 tiles on average. At batch sizes
+    A kernel takes the compiler a second, and a layer gets five of the 13 tiles on average. At batch sizes
     that are not among IMAGES `choose` takes the nearest of the rows that are found.
 
     Parameters:
@@ -1048,7 +1048,7 @@ def turned[bytes: Bool = False](row: Row, g: Geometry, chunks: Int, device: Devi
     multiprocessor has. Less than a twentieth does not count. Tiles of clusters of two stay: they
     wait for shared memory less than this says.
 
-    With TURNED_FILTERS or more a row's tile stays: of 71 such convolutions of 3 x 3 on an H200 none
+    With TURNED_FILTERS filters or more a row's tile stays: of 71 such convolutions of 3 x 3 on an H200 none
     took 3 % less time, and those of 512 filters up to 16 % more. From 8 images on, 64 filters at 56
     x 56 take 0.60 to 0.95 of the time of the best other tile; from 32 on, 128 at 28 x 28 0.93 to
     1.04 (2026-11-25).
