@@ -354,6 +354,10 @@ class Gang:
     def _block_until(
         self, where: Array, ready: Callable[[], bool], then: Callable[[], None] = lambda: None
     ) -> None:
+        """Has lanes go on once they may, which may be now."""
+        if ready():
+            then()
+            return
         self.pc[where] += BLOCKED
         self.waits.append((where, ready, then))
 
@@ -513,8 +517,7 @@ class Gang:
         cluster = self.block.cluster
         for warp in self._warps(where):
             turn = cluster.waits[self.block.rank, self.first + warp]
-            if not cluster.past(turn):
-                self._block_until(self._of_warp(warp), partial(cluster.past, turn))
+            self._block_until(self._of_warp(warp), partial(cluster.past, turn))
 
     def mbarrier_init(self, at: Array, count: Array, where: Mask) -> None:
         for lane in np.flatnonzero(self._mask(where)).tolist():
@@ -699,10 +702,7 @@ class Gang:
             if count < held if more else count > held:
                 raise AccessError(f"setmaxnreg: {count} registers, where a thread has {held}")
             ready, take = partial(self._free, warp, count), partial(self._take, warp, count)
-            if ready():
-                take()
-            else:
-                self._block_until(self._of_warp(warp), ready, take)
+            self._block_until(self._of_warp(warp), ready, take)
 
     def _free(self, warp: int, count: int) -> bool:
         return count - self.held[warp] <= self.block.free
@@ -810,12 +810,8 @@ class Gang:
             number = self.first + warp
             done = int(self.block.committed[number]) - left
             four = slice(number // 4 * 4, number // 4 * 4 + 4)
-
             ready, finish = partial(self._issued, four, done), partial(self._finish, four, done)
-            if ready():
-                finish()
-            else:
-                self._block_until(self._of_warp(warp), ready, finish)
+            self._block_until(self._of_warp(warp), ready, finish)
 
     def _issued(self, warps: slice, groups: int) -> bool:
         return bool(self.block.committed[warps].min() >= groups)
