@@ -78,16 +78,16 @@ struct LayernormMlp:
             norm.eps,
         ):
             return
-        comptime first = Layer(h.static_spec, x.static_spec, w1.static_spec)
-        comptime second = Layer(z.static_spec, h.static_spec, w2.static_spec)
-        gemm[z.dtype, Epilogue("gelu", normalizes=True), True, False, True, layer=first](
+        comptime first = Layer(h.static_spec, x.static_spec, w1.static_spec, aligned=True)
+        comptime second = Layer(z.static_spec, h.static_spec, w2.static_spec, aligned=True)
+        gemm[z.dtype, Epilogue("gelu", normalizes=True), True, False, first](
             Geometry(rows=m, depth=c, columns=k),
             Operands[z.dtype](data(x), data(w1), data(bias1), data(x), data(h)),
             Batch(),
             ctx,
             norm=norm,
         )
-        gemm[z.dtype, Epilogue("add"), True, False, True, layer=second](
+        gemm[z.dtype, Epilogue("add"), True, False, second](
             Geometry(rows=m, depth=k, columns=c),
             Operands[z.dtype](data(h), data(w2), data(bias2), data(x), data(z)),
             Batch(),

@@ -102,7 +102,7 @@ struct AttentionLinear:
                 return
         comptime keys = Int(k.static_spec.shape_tuple[1])
         attention_gpu[y.dtype, DEPTH, Mask(), keys](o, MaskTensors(data(q)), MaskSizes(), ctx)
-        comptime layer = Layer(y.static_spec, q.static_spec, w.static_spec)
-        gemm[y.dtype, Epilogue("add", measures=True), True, False, True, layer=layer](
+        comptime layer = Layer(y.static_spec, q.static_spec, w.static_spec, aligned=True)
+        gemm[y.dtype, Epilogue("add", measures=True), True, False, layer](
             Geometry(rows=m, depth=C, columns=C), operands, Batch(), ctx, norm=norm
         )

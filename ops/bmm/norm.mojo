@@ -56,8 +56,8 @@ struct LinearMoments:
             return
         var c, f = x.shape()[x.rank - 1], y.shape()[y.rank - 1]
         comptime epilogue = Epilogue("add", measures=True)
-        comptime layer = Layer(y.static_spec, x.static_spec, w.static_spec)
-        gemm[y.dtype, epilogue, True, False, True, layer=layer](
+        comptime layer = Layer(y.static_spec, x.static_spec, w.static_spec, aligned=True)
+        gemm[y.dtype, epilogue, True, False, layer](
             Geometry(rows=y.size() // f, depth=c, columns=f),
             Operands[y.dtype](data(x), data(w), data(bias), data(residual), data(y)),
             Batch(),
@@ -107,9 +107,9 @@ struct NormedLinear:
         if y.size() == 0:
             return
         var c, f = x.shape()[x.rank - 1], y.shape()[y.rank - 1]
-        comptime layer = Layer(y.static_spec, x.static_spec, w.static_spec)
+        comptime layer = Layer(y.static_spec, x.static_spec, w.static_spec, aligned=True)
         comptime normed = Epilogue(epilogue, normalizes=True)
-        gemm[y.dtype, normed, True, False, True, layer=layer](
+        gemm[y.dtype, normed, True, False, layer](
             Geometry(rows=y.size() // f, depth=c, columns=f),
             Operands[y.dtype](data(x), data(w), data(bias), data(x), data(y)),
             Batch(),

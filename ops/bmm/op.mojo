@@ -50,7 +50,7 @@ struct Bmm:
             constant: Whether b is a weight, which no other op writes.
             aligned: Whether b is one for all, [N, K], and graphs/arrange.py calls K and N aligned:
                 a GPU then compiles the kernels for such sizes alone.
-            few: See `gemm` of ops/gemm/gpu.mojo, of one b for all.
+            few: See `Layer` of ops/gemm/layer.mojo, of one b for all.
 
         Args:
             y: Result [..., M, N].
@@ -89,16 +89,10 @@ struct Bmm:
         else:
             comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
             # One b for all: the batch is more rows of one product.
-            comptime layer = Layer(y.static_spec, a.static_spec, b.static_spec)
-            gemm_gpu[
-                y.dtype,
-                Epilogue(epilogue),
-                layout == "nk",
-                tf32,
-                aligned,
-                few=few,
-                layer=layer,
-            ](
+            comptime layer = Layer(
+                y.static_spec, a.static_spec, b.static_spec, aligned=aligned, few=few
+            )
+            gemm_gpu[y.dtype, Epilogue(epilogue), layout == "nk", tf32, layer](
                 Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
                 rebind[Operands[y.dtype]](o),
                 Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),

@@ -102,9 +102,11 @@ struct QkvLinear:
                     ],
                 )
         else:
-            comptime of_query = Layer(q.static_spec, q_tokens.static_spec, q_weight.static_spec)
+            comptime of_query = Layer(
+                q.static_spec, q_tokens.static_spec, q_weight.static_spec, aligned=aligned
+            )
             comptime of_key = Layer(k.static_spec, k_tokens.static_spec, k_weight.static_spec)
-            gemm_group_gpu[q.dtype, 3, tf32, aligned, of_query.with_rows(of_key, 2)](
+            gemm_group_gpu[q.dtype, 3, tf32, of_query.with_rows(of_key, 2)](
                 [queries, keys, keys], [query, key, value], ctx
             )
 

@@ -85,14 +85,14 @@ struct Conv2dChain:
                 ctx,
             ):
                 return
-        comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec)
-        comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec)
-        conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32, aligned=aligned, windows=False, layer=of_h](
+        comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec, aligned=aligned)
+        comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec, aligned=aligned)
+        conv2d_gpu[h.dtype, Epilogue("add_relu"), tf32, of_h](
             Geometry(rows=m, depth=c, columns=k),
             Operands[h.dtype](data(x), data(filter), data(bias), data(residual), data(h)),
             ctx,
         )
-        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False, layer=of_z](
+        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, of_z](
             Geometry(rows=m, depth=k, columns=f),
             Operands[h.dtype](data(h), data(next), data(next_bias), data(h), data(z)),
             ctx,
@@ -167,11 +167,11 @@ struct Conv2dShortcutChain:
                 ctx,
             ):
                 return
-        comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec).with_source(
-            source.static_spec
-        )
-        comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec)
-        gemm_shortcut[h.dtype, tf32, aligned, of_h](
+        comptime of_h = Layer(
+            h.static_spec, x.static_spec, filter.static_spec, aligned=aligned
+        ).with_source(source.static_spec)
+        comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec, aligned=aligned)
+        gemm_shortcut[h.dtype, tf32, of_h](
             Geometry(rows=m, depth=c, columns=k),
             Operands[h.dtype](data(x), data(filter), data(bias), data(x), data(h)),
             Geometry(rows=m, depth=s, columns=k),
@@ -180,7 +180,7 @@ struct Conv2dShortcutChain:
             ),
             ctx,
         )
-        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, aligned=aligned, windows=False, layer=of_z](
+        conv2d_gpu[h.dtype, Epilogue("relu"), tf32, of_z](
             Geometry(rows=m, depth=k, columns=f),
             Operands[h.dtype](data(h), data(next), data(next_bias), data(h), data(z)),
             ctx,
@@ -269,13 +269,13 @@ struct QuantizedConv2dChain:
         comptime end = Epilogue("none", scales=True) if integers else Epilogue("relu", scales=True)
         comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec)
         comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec)
-        gemm_bytes[h.dtype, right, h.dtype, add, narrow, layer=of_h](
+        gemm_bytes[h.dtype, right, h.dtype, add, narrow, of_h](
             Geometry(rows=m, depth=c, columns=k),
             Bytes(data(x), data(filter), data(bias), data(residual), data(h)),
             first,
             ctx,
         )
-        gemm_bytes[h.dtype, right, h.dtype, end, False, layer=of_z](
+        gemm_bytes[h.dtype, right, h.dtype, end, False, of_z](
             Geometry(rows=m, depth=k, columns=f),
             Bytes(data(h), data(next), data(next_bias), data(h), data(z)),
             second,
@@ -378,7 +378,7 @@ struct QuantizedConv2dShortcutChain:
             both,
             ctx,
         )
-        gemm_bytes[h.dtype, right, h.dtype, end, False, layer=of_z](
+        gemm_bytes[h.dtype, right, h.dtype, end, False, of_z](
             Geometry(rows=m, depth=k, columns=f),
             Bytes(data(h), data(next), data(next_bias), data(h), data(z)),
             second,

@@ -14,11 +14,9 @@ def conv2d_gpu[
     dtype: DType,
     epilogue: Epilogue,
     tf32: Bool,
-    depthwise: Bool = False,
-    aligned: Bool = False,
-    windows: Bool = True,
-    lies: Bool = False,
     layer: Layer = Layer(),
+    depthwise: Bool = False,
+    lies: Bool = False,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
     """Enqueues a convolution.
 
@@ -26,11 +24,9 @@ def conv2d_gpu[
         dtype: Of x, the filter and y.
         epilogue: What the accumulator goes through.
         tf32: Whether the products may round float32 to TF32.
+        layer: What the graph knows of the product.
         depthwise: Whether each channel is convolved by itself, with one filter.
-        aligned: See `gemm` of ops/gemm/gpu.mojo.
-        windows: See `aligned`.
         lies: Whether a depthwise filter lies as training has it.
-        layer: See `aligned`.
 
     Args:
         g: Sizes.
@@ -44,7 +40,7 @@ def conv2d_gpu[
     comptime if depthwise:
         enqueue_depthwise[dtype, epilogue, lies](g, o, ctx)
     else:
-        gemm[dtype, epilogue, True, tf32, aligned, windows, layer=layer](
+        gemm[dtype, epilogue, True, tf32, layer](
             g,
             o,
             Batch(

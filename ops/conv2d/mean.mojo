@@ -79,10 +79,8 @@ struct Conv2dMean:
             o.y = data(y)
             resident_gemm[dtype, Epilogue(epilogue, pools=True), TILE](g, o, 1, ctx)
             return
-        comptime layer = Layer(images.static_spec, x.static_spec, filter.static_spec)
-        conv2d_gpu[dtype, Epilogue(epilogue), tf32=False, aligned=True, windows=False, layer=layer](
-            g, o, ctx
-        )
+        comptime layer = Layer(images.static_spec, x.static_spec, filter.static_spec, aligned=True)
+        conv2d_gpu[dtype, Epilogue(epilogue), False, layer](g, o, ctx)
         comptime terms = Terms(dtype)
         comptime finish = Finish(dtype, 1)
         reduce_gpu["sum", terms](

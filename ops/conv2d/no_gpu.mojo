@@ -15,10 +15,8 @@ def conv2d_gpu[
     dtype: DType,
     epilogue: Epilogue,
     tf32: Bool,
-    depthwise: Bool,
-    aligned: Bool,
-    windows: Bool,
-    lies: Bool,
-    layer: Layer,
+    layer: Layer = Layer(),
+    depthwise: Bool = False,
+    lies: Bool = False,
 ](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool) raises:
     comptime assert False, REASON

@@ -47,7 +47,7 @@ struct Conv2d:
                 is depthwise, 0 any other convolution.
             aligned: Whether graphs/arrange.py calls the sizes aligned: a GPU then compiles the
                 kernels for such sizes alone.
-            windows: See `gemm` of ops/gemm/gpu.mojo.
+            windows: See `Layer` of ops/gemm/layer.mojo.
             constant: Whether the filter is a weight, which no other op writes. On a GPU others are
                 [F, R, S, C / groups], depthwise ones too.
 
@@ -79,14 +79,14 @@ struct Conv2d:
             comptime assert (
                 members <= 1
             ), "conv2d: a GPU has no kernel for small groups but depthwise"
-            comptime layer = Layer(y.static_spec, x.static_spec, filter.static_spec)
+            comptime layer = Layer(
+                y.static_spec, x.static_spec, filter.static_spec, aligned=aligned, windows=windows
+            )
             conv2d_gpu[
                 y.dtype,
                 Epilogue(epilogue),
                 tf32,
-                members == 1,
-                aligned,
-                windows,
-                not constant,
                 layer,
+                depthwise=members == 1,
+                lies=not constant,
             ](g, rebind[Operands[y.dtype]](o), ctx, constant=constant)

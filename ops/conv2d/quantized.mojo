@@ -58,8 +58,8 @@ struct QuantizedConv2d:
             target: "cpu", or "gpu" for Hopper.
             epilogue: What the sums go through (ops/epilogue.mojo).
             members: 1 if it is depthwise, else 0.
-            narrow: See `gemm_bytes` of ops/gemm/gpu.mojo; so is windows.
-            windows: See `narrow`.
+            narrow: See `gemm_bytes` of ops/gemm/gpu.mojo.
+            windows: As of conv2d.
             rounds: Whether what the residual is added to is rounded first.
 
         Args:
@@ -116,7 +116,7 @@ struct QuantizedConv2d:
                 data(x), data(filter), data(bias), beside, data(y)
             )
             var numbers = Scales(data(product), added, result=result)
-            comptime layer = Layer(y.static_spec, x.static_spec, filter.static_spec)
-            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow, windows, layer](
-                g, o, numbers, ctx
+            comptime layer = Layer(
+                y.static_spec, x.static_spec, filter.static_spec, windows=windows
             )
+            gemm_bytes[x.dtype, filter.dtype, y.dtype, scaled, narrow, layer](g, o, numbers, ctx)

@@ -82,10 +82,10 @@ struct Conv2dShortcut:
                     g, rebind[Operands[BF16]](o), side, rebind[Operands[BF16]](beside)
                 )
         else:
-            comptime layer = Layer(y.static_spec, x.static_spec, filter.static_spec).with_source(
-                source.static_spec
-            )
-            gemm_shortcut_gpu[y.dtype, tf32, aligned, layer](g, o, side, beside, ctx)
+            comptime layer = Layer(
+                y.static_spec, x.static_spec, filter.static_spec, aligned=aligned
+            ).with_source(source.static_spec)
+            gemm_shortcut_gpu[y.dtype, tf32, layer](g, o, side, beside, ctx)
 
 
 def _on_cpu(g: Geometry, o: Operands[F32], side: Geometry, beside: Operands[F32]):

@@ -229,9 +229,6 @@ def gemm[
     epilogue: Epilogue,
     k_major: Bool,
     tf32: Bool,
-    aligned: Bool = False,
-    windows: Bool = False,
-    few: Bool = False,
     layer: Layer = Layer(),
 ](
     g: Geometry,
@@ -249,13 +246,7 @@ def gemm[
         epilogue: What the accumulator goes through.
         k_major: Whether w is [F, K], or else [K, F].
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
-        aligned: Whether it is one product, of sizes that Hopper's copy engine is known to take
-            (graphs/arrange.py): the kernels for all others are then not compiled.
-        windows: Whether there may be windows of several taps, one pixel apart: turned.mojo is for nothing
-            else.
-        few: Whether M is small, as where an image has one row: gemv.mojo is then compiled, and tiles of
-            more than 64 rows are not. Any M is computed.
-        layer: What the graph knows of the sizes: tiles that the product never gets are not compiled.
+        layer: What the graph knows of the product: kernels that it never gets are not compiled.
 
     Args:
         g: Sizes of one product.
@@ -273,13 +264,15 @@ def gemm[
     comptime hopper = IS_HOPPER and rounds and k_major
     comptime if hopper:
         if batch.products == 1 and takes[dtype](g):
-            comptime if few and has_gemv[dtype, epilogue]():
+            comptime if layer.few and has_gemv[dtype, epilogue]():
                 if constant and o.alpha == 1 and takes_gemv(g):
                     gemv[dtype, epilogue](g, o, ctx)
                     return
             comptime WIDTH = ROW // size_of[dtype]()
-            comptime turns = windows and dtype.is_half_float() and layer.filters < TURNED_FILTERS
-            comptime rows = reached[ROWS](layer, WIDTH, epilogue, few)
+            comptime turns = (
+                layer.windows and dtype.is_half_float() and layer.filters < TURNED_FILTERS
+            )
+            comptime rows = reached[ROWS](layer, WIDTH, epilogue)
             var device = Device(ctx)
             var row = choose(materialize[rows](), g, WIDTH, epilogue, device)
             comptime if turns:
@@ -293,9 +286,9 @@ def gemm[
                         return
             raise Error(NO_TILE)
     comptime assert (
-        hopper and aligned
+        hopper and layer.aligned
     ) or not epilogue.normed(), "gemm: rows are normalised on Hopper, of aligned sizes"
-    comptime if hopper and aligned:
+    comptime if hopper and layer.aligned:
         raise Error(NOT_ALIGNED)
     else:
         comptime kernel = (
@@ -355,7 +348,6 @@ def gemm_bytes[
     out: DType,
     epilogue: Epilogue,
     narrow: Bool,
-    windows: Bool = False,
     layer: Layer = Layer(),
 ](g: Geometry, o: Operands[dtype, out, right], scales: Scales, ctx: DeviceContext) raises:
     """Enqueues a product of 8-bit numbers, on Hopper.
@@ -366,8 +358,7 @@ def gemm_bytes[
         out: Of the residual and y.
         epilogue: What the accumulator goes through; it scales.
         narrow: Whether the channels leave half of a step of 128 bytes empty, and y has 8 bits too.
-        windows: As `gemm` has it.
-        layer: Likewise.
+        layer: As `gemm` has it.
 
     Args:
         g: Sizes; one group.
@@ -384,7 +375,7 @@ def gemm_bytes[
     comptime rows = reached[BYTE_ROWS](layer, ROW, epilogue)
     var device = Device(ctx)
     var row = choose(materialize[rows](), g, ROW, epilogue, device)
-    comptime if windows and out == dtype and layer.filters < TURNED_FILTERS:
+    comptime if layer.windows and out == dtype and layer.filters < TURNED_FILTERS:
         # Few channels have few filters: the tile whose filters stay is for these.
         comptime index = FIRST_TURNED + (0 if narrow else 1)
         if turned[bytes=True](row, g, ceildiv(g.c, ROW), device).config == index:
@@ -439,7 +430,7 @@ def byte_tile[
 
 
 def gemm_group[
-    dtype: DType, products: Int, tf32: Bool, aligned: Bool = False, layer: Layer = Layer()
+    dtype: DType, products: Int, tf32: Bool, layer: Layer = Layer()
 ](
     sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
 ) raises:
@@ -449,8 +440,7 @@ def gemm_group[
         dtype: Of x, w and y.
         products: How many there are.
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
-        aligned: See `gemm`; of each product.
-        layer: Likewise; of a product of the rows of all.
+        layer: As `gemm` has it, of a product of the rows of all; aligned: each product.
 
     Args:
         sizes: Of each product.
@@ -484,7 +474,7 @@ def gemm_group[
                             )
                         return
             raise Error(NO_TILE)
-    comptime if hopper and aligned:
+    comptime if hopper and layer.aligned:
         raise Error(NOT_ALIGNED)
     else:
         comptime for i in range(products):
@@ -548,7 +538,7 @@ def _together[products: Int, //](sizes: Array[Geometry, products]) -> Geometry:
 
 
 def gemm_shortcut[
-    dtype: DType, tf32: Bool, aligned: Bool = False, layer: Layer = Layer()
+    dtype: DType, tf32: Bool, layer: Layer = Layer()
 ](
     g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
 ) raises:
@@ -557,8 +547,7 @@ def gemm_shortcut[
     Parameters:
         dtype: Of x, w and y.
         tf32: Whether tensor cores may round float32 to TF32, where they have it.
-        aligned: See `gemm`; of both convolutions.
-        layer: Likewise.
+        layer: As `gemm` has it; aligned: both convolutions.
 
     Args:
         g: Sizes; one group.
@@ -586,7 +575,7 @@ def gemm_shortcut[
                         )
                         return
             raise Error(NO_TILE)
-    comptime if hopper and aligned:
+    comptime if hopper and layer.aligned:
         raise Error(NOT_ALIGNED)
     else:
         gemm[dtype, Epilogue("none"), True, tf32](beside, more, Batch(), ctx)

@@ -1,6 +1,6 @@
 """What a graph knows of a layer's product: all its sizes but how many images there are.
 
-Only the tiles that the product gets at some number of images are compiled (`reached` of tuning.mojo).
+Only the kernels that the product gets at some number of images are compiled.
 """
 
 from extensibility import StaticTensorSpec
@@ -9,7 +9,7 @@ from std.math import ceildiv
 
 
 struct Layer(TrivialRegisterPassable):
-    """Sizes of the product of one image; all are 0 if one of them is not known."""
+    """Sizes of the product of one image, all 0 if one is not known, and what else picks its kernels."""
 
     var pixels: Int
     """M: pixels or tokens of an image."""
@@ -21,20 +21,47 @@ struct Layer(TrivialRegisterPassable):
     """Taps of the window."""
     var beside: Int
     """Channels of a second source, whose product is added."""
+    var aligned: Bool
+    """Whether it is one product, of sizes that Hopper's copy engine takes (graphs/arrange.py): the
+    kernels for all others are then not compiled, and such sizes are refused."""
+    var windows: Bool
+    """Whether it has windows of several taps, one pixel apart: turned.mojo is for nothing else."""
+    var few: Bool
+    """Whether M is small, as where an image has one row: gemv.mojo is then compiled, and tiles of more
+    than 64 rows are not. Any M is computed."""
 
-    def __init__(out self):
-        """Knows nothing."""
+    def __init__(out self, *, aligned: Bool = False, windows: Bool = False, few: Bool = False):
+        """Knows no sizes.
+
+        Args:
+            aligned: As the member; so are the next two.
+            windows: See `aligned`.
+            few: See `aligned`.
+        """
         self.pixels = self.filters = self.channels = self.taps = self.beside = 0
+        self.aligned, self.windows, self.few = aligned, windows, few
 
-    def __init__(out self, y: StaticTensorSpec, x: StaticTensorSpec, w: StaticTensorSpec):
+    def __init__(
+        out self,
+        y: StaticTensorSpec,
+        x: StaticTensorSpec,
+        w: StaticTensorSpec,
+        *,
+        aligned: Bool = False,
+        windows: Bool = False,
+        few: Bool = False,
+    ):
         """Reads the sizes off what the compiler knows of an op's tensors.
 
         Args:
             y: The result [N, ..., F].
             x: The activations [..., C].
             w: The filter or matrix: F, C and the taps are all its sizes, in whatever order.
+            aligned: As the member; so are the next two.
+            windows: See `aligned`.
+            few: See `aligned`.
         """
-        self = Self()
+        self = Self(aligned=aligned, windows=windows, few=few)
         var filters, channels = _last(y.shape_tuple), _last(x.shape_tuple)
         var pixels = _product(y.shape_tuple, 1, len(y.shape_tuple) - 1)
         var weights = _product(w.shape_tuple, 0, len(w.shape_tuple))
@@ -49,11 +76,11 @@ struct Layer(TrivialRegisterPassable):
             source: Its activations [..., C].
 
         Returns:
-            The layer; nothing is known if the channels are not.
+            The layer; no sizes are known if the channels are not.
         """
         var layer = self
         layer.beside = _last(source.shape_tuple)
-        return layer if layer.beside > 0 else Self()
+        return layer if layer.beside > 0 else self._without_sizes()
 
     def with_rows(self, other: Self, times: Int) -> Self:
         """Adds the rows of other products with the same K and F.
@@ -63,11 +90,14 @@ struct Layer(TrivialRegisterPassable):
             times: How many there are.
 
         Returns:
-            The layer; nothing is known if the other's rows are not.
+            The layer; no sizes are known if the other's rows are not.
         """
         var layer = self
         layer.pixels += times * other.pixels
-        return layer if other.is_known() else Self()
+        return layer if other.is_known() else self._without_sizes()
+
+    def _without_sizes(self) -> Self:
+        return Self(aligned=self.aligned, windows=self.windows, few=self.few)
 
     def is_known(self) -> Bool:
         """Tells whether the sizes are known.

@@ -16,8 +16,6 @@ def gemm[
     epilogue: Epilogue,
     k_major: Bool,
     tf32: Bool,
-    aligned: Bool,
-    few: Bool = False,
     layer: Layer = Layer(),
 ](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext, *, constant: Bool,) raises:
     comptime assert False, REASON
@@ -30,7 +28,6 @@ def gemm_bytes[
     out: DType,
     epilogue: Epilogue,
     narrow: Bool,
-    windows: Bool = False,
     layer: Layer = Layer(),
 ](g: Geometry, o: Operands[dtype, out, right], scales: Scales, ctx: DeviceContext) raises:
     comptime assert False, REASON
@@ -52,7 +49,7 @@ def gemm_bytes_shortcut[
 
 @doc_hidden
 def gemm_group[
-    dtype: DType, products: Int, tf32: Bool, aligned: Bool, layer: Layer = Layer()
+    dtype: DType, products: Int, tf32: Bool, layer: Layer = Layer()
 ](
     sizes: Array[Geometry, products], operands: Array[Operands[dtype], products], ctx: DeviceContext
 ) raises:
@@ -73,7 +70,7 @@ def gemm_bytes_group[
 
 @doc_hidden
 def gemm_shortcut[
-    dtype: DType, tf32: Bool, aligned: Bool, layer: Layer = Layer()
+    dtype: DType, tf32: Bool, layer: Layer = Layer()
 ](
     g: Geometry, o: Operands[dtype], beside: Geometry, more: Operands[dtype], ctx: DeviceContext
 ) raises:

@@ -950,9 +950,7 @@ def narrowed(row: Row, widest: Int) -> Row:
     return other
 
 
-def reached[
-    table: List[Row]
-](layer: Layer, width: Int, epilogue: Epilogue, few: Bool = False) -> List[Row]:
+def reached[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue) -> List[Row]:
     """Finds the rows whose tiles a layer's product gets, at compile time: others are not compiled.
 
     A kernel takes the compiler a second, and a layer gets five of the 13 tiles on average. At batch sizes
@@ -965,14 +963,13 @@ def reached[
         layer: What is known.
         width: Channels of a step of K.
         epilogue: What the accumulator goes through.
-        few: Whether only tiles of few rows are wanted (`is_low`).
 
     Returns:
-        The rows; all if the layer is not known.
+        The rows: of a layer of `few` rows those that are `is_low`; all if no sizes are known.
     """
     var rows = List[Row]()
     for row in materialize[table]():
-        if not few or is_low(row.config):
+        if not layer.few or is_low(row.config):
             rows.append(row)
     if not layer.is_known():
         return rows^

@@ -14,6 +14,7 @@ from std.sys import size_of
 from ..conv2d.gpu import conv2d_gpu
 from ..epilogue import Epilogue
 from ..gemm.gpu import gemm_portable
+from ..gemm.layer import Layer
 from ..geometry import Geometry
 from ..hopper.shared import ROW
 from ..measure import Bench, launches_of, read_lines, square
@@ -26,6 +27,8 @@ from .two_four import two_four_conv2d
 
 comptime RELU = Epilogue("relu")
 """What all of them end in."""
+comptime WINDOWS = Layer(windows=True)
+"""What the compiler knows of the dense ones: windows of any size."""
 comptime ROOM = 64 << 20
 """Bytes that the copies of an array may take."""
 comptime COPIES = 8
@@ -139,9 +142,9 @@ struct Timer[dtype: DType]:
         """
         var o = self.operands(self.bench.y, arrays[0].at[Self.dtype](copy))
         if kernel == "dense":
-            conv2d_gpu[Self.dtype, RELU, True](g, o, self.bench.ctx)
+            conv2d_gpu[Self.dtype, RELU, True, WINDOWS](g, o, self.bench.ctx)
         elif kernel == "exact":
-            conv2d_gpu[Self.dtype, RELU, False](g, o, self.bench.ctx)
+            conv2d_gpu[Self.dtype, RELU, False, WINDOWS](g, o, self.bench.ctx)
         elif kernel == "steps":
             sparse_conv2d_gpu[Self.dtype, RELU](
                 g,

@@ -159,10 +159,8 @@ struct StemMaxPoolConv2d:
                 return
         _stem[target, stem](o, x.shape(), y.shape(), pad, 0, ctx)
         if z.size() > 0:
-            comptime layer = Layer(z.static_spec, y.static_spec, next.static_spec)
-            conv2d_gpu[
-                y.dtype, Epilogue("relu"), False, aligned=aligned, windows=False, layer=layer
-            ](
+            comptime layer = Layer(z.static_spec, y.static_spec, next.static_spec, aligned=aligned)
+            conv2d_gpu[y.dtype, Epilogue("relu"), False, layer](
                 Geometry(rows=z.size() // g, depth=f, columns=g),
                 Operands[y.dtype](data(y), data(next), data(next_bias), data(y), data(z)),
                 ctx,

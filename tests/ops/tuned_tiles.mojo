@@ -48,7 +48,7 @@ def same(a: Row, b: Row) -> Bool:
     return a.config == b.config and a.splits == b.splits
 
 
-def check[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue, few: Bool) raises -> Int:
+def check[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue) raises -> Int:
     """Checks a layer at many batch sizes, on GPUs of several sizes.
 
     Parameters:
@@ -58,7 +58,6 @@ def check[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue, few: B
         layer: The layer.
         width: Channels of a step of K.
         epilogue: What its sums go through.
-        few: Whether only tiles of few rows are compiled.
 
     Returns:
         How many tiles are compiled.
@@ -66,8 +65,8 @@ def check[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue, few: B
     Raises:
         If a tile is not compiled, or is another than that from all rows.
     """
-    var rows = reached[table](layer, width, epilogue, few)
-    var all = reached[table](Layer(), width, epilogue, few)
+    var rows = reached[table](layer, width, epilogue)
+    var all = reached[table](Layer(few=layer.few), width, epilogue)
     var more = ceildiv(layer.beside, width)
     for multiprocessors in [78, 114, 132, 160]:
         var device = Device(multiprocessors=multiprocessors)
@@ -127,11 +126,13 @@ def main() raises:
                 epilogue = Epilogue("gelu", normalizes=True)
             elif kind == 3:
                 layer.beside = BESIDE
-            var found = check[ROWS](layer, ROW // 2, epilogue, few=False)
+            var found = check[ROWS](layer, ROW // 2, epilogue)
             if kind == 0:
                 count += 1
                 tiles += found
-                _ = check[ROWS](layer, ROW // 2, epilogue, few=True)
+                layer.few = True
+                _ = check[ROWS](layer, ROW // 2, epilogue)
+                layer.few = False
             if kind in (0, 3) and layer.channels % 16 == 0 and layer.filters % 16 == 0:
-                _ = check[BYTE_ROWS](layer, ROW, epilogue, few=False)
+                _ = check[BYTE_ROWS](layer, ROW, epilogue)
     print(Float64(tiles) / Float64(count))
