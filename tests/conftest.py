@@ -1,4 +1,4 @@
-"""Which tests run, and in which order.
+"""Which tests run, where, and in which order.
 
 A test marked ``nightly`` takes minutes and is skipped, unless pytest runs with ``--all``.
 """
@@ -6,6 +6,7 @@ A test marked ``nightly`` takes minutes and is skipped, unless pytest runs with 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,8 @@ LAST = ("tests/ptx/test_machine.py", "tests/ptx/test_parts.py")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the nightly tests too")
+    parser.addoption("--gpu", action="store_true", help="run tests/ptx on the GPU that is here")
+    parser.addoption("--kernels", type=Path, help="the program that tests/ptx/gpu.py says to build")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -39,6 +39,7 @@ class Kernel:
     labels: dict[str, int] = field(default_factory=dict)
     threads: int = 0  # the most that a block may have, if the kernel says so
     blocks: int = 1  # that share a multiprocessor, at least
+    text: str = ""  # the module, if nothing of it was changed
 
 
 def texts(binary: Path) -> Iterator[str]:
@@ -49,13 +50,13 @@ def texts(binary: Path) -> Iterator[str]:
             yield text
 
 
-def parse(text: str) -> Kernel:
+def parse(module: str) -> Kernel:
     """Reads the one entry of a PTX module.
 
     Raises:
         ValueError: If a line is not understood.
     """
-    text = re.sub(r"//[^\n]*", "", text)
+    text = re.sub(r"//[^\n]*", "", module)
     entry = re.search(r"\.entry\s+(\S+?)\s*\((.*?)\)(.*?)\{(.*)\}", text, re.DOTALL)
     if entry is None:
         raise ValueError("PTX without an entry")
@@ -67,7 +68,7 @@ def parse(text: str) -> Kernel:
         parameters,
     ):
         sizes[variable] = SIZES["b" + kind[1:]] * int(count or 1)
-    kernel = Kernel(name, sizes)
+    kernel = Kernel(name, sizes, text=module)
     if bound := re.search(r"\.maxntid\s+(\d+)", directives):
         kernel.threads = int(bound.group(1))
     if least := re.search(r"\.minnctapersm\s+(\d+)", directives):
@@ -88,7 +89,7 @@ def without(kernel: Kernel, pattern: str) -> Kernel:
             i = Instruction("mov.pred", (i.args[0], "1")) if "try_wait" in i.op else nothing
         code.append(i)
     assert code != kernel.code, f"{kernel.name} has no {pattern}"
-    return replace(kernel, code=code)
+    return replace(kernel, code=code, text="")
 
 
 def _body(kernel: Kernel, body: str) -> None:

@@ -30,6 +30,12 @@ from .translate import UnknownInstruction
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+@pytest.fixture(autouse=True)
+def interpreted(pytestconfig: pytest.Config) -> None:
+    if pytestconfig.getoption("gpu"):
+        pytest.skip("what the interpreter reports, a GPU does not")
+
+
 def kernel(body: str) -> Kernel:
     """Writes a kernel around a body; %rd1 is where a thread's %r1 goes in the end."""
     return parse(
