@@ -58,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nightly: takes minutes; needs --all")
+    config.addinivalue_line("markers", "interpreter: of tests/ptx; a GPU does not report this")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -65,8 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = len(ranks)
     ranks |= dict.fromkeys(LAST, others + 1)
     items.sort(key=lambda item: ranks.get(item.location[0], others))  # stable
+    skipped = {}
     if not config.getoption("all"):
-        skip = pytest.mark.skip(reason="nightly: pytest --all runs it")
-        for item in items:
-            if item.get_closest_marker("nightly"):
-                item.add_marker(skip)
+        skipped["nightly"] = "nightly: pytest --all runs it"
+    if config.getoption("gpu"):
+        skipped["interpreter"] = "a GPU does not report this"
+    for item in items:
+        for name, reason in skipped.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -32,6 +32,8 @@ BASE = 16
 MAP_BYTES = 128
 REGISTERS = 65536
 """Of a multiprocessor."""
+SHARED_BYTES = 227 << 10
+"""Of a block, at most."""
 TURNS = 100_000
 """Turns of each gang, of some basic blocks, after which a kernel is said to loop forever."""
 
@@ -80,6 +82,9 @@ def places(descriptor: int, rows: int, depth: int, kind: str) -> Array:
 class Tensors:
     """Global memory: a buffer for each array, none next to another."""
 
+    base: ClassVar[int] = GLOBAL
+    """The first one's address."""
+
     def __init__(self) -> None:
         self.slots: dict[int, Buffer] = {}
         self._late: list[tuple[Buffer, Array]] = []
@@ -90,7 +95,7 @@ class Tensors:
         What is ``late`` the kernel ahead writes: it is NaN until a thread waits for that kernel.
         """
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        slot = (GLOBAL // SLOT) + len(self.slots)
+        slot = self.base // SLOT + len(self.slots)
         buffer = Buffer(offset + len(data))
         buffer.bytes[offset : offset + len(data)] = 0xFF if late else data
         if late:
@@ -768,14 +773,21 @@ class Gang:
             if indices:
                 x = semantics.two_four(x, *indices, kind.split(".")[0])
         y = self._matrix(*right)
-        product = x @ (y if turned[1] else y.T)
+        columns = y.shape[1] if turned[1] else len(y)
+        sums = [(self.s32 if whole else self.f32)[register][lanes] for register in registers]
         # As mma's C, 8 columns after 8 columns (9.7.14.5).
-        tiles = product.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)
-        for register, tile in zip(registers, tiles, strict=True):
-            sums = (self.s32 if whole else self.f32)[register]
-            if whole:  # they wrap; float64 has added up the products exactly
-                tile = tile.astype(np.int64)
-            sums[lanes] = (tile + (sums[lanes] if keeps else 0)).astype(sums.dtype)
+        parts = np.stack(sums).reshape(-1, 2, 2, 8, 4)
+        before = parts.transpose(1, 3, 0, 4, 2).reshape(16, columns).astype(np.float64)
+        before = before if keeps else np.zeros_like(before)
+        if kind in ("e4m3", "e5m2"):
+            total = semantics.float8_products(x, y, before, depth=x.shape[1])
+        else:
+            total = before + x @ (y if turned[1] else y.T)
+        if whole:  # they wrap; float64 has added up the products exactly
+            total = total.astype(np.int64)
+        tiles = total.reshape(2, 8, -1, 4, 2).transpose(2, 0, 4, 1, 3).reshape(-1, 32)
+        for view, tile in zip(sums, tiles, strict=True):
+            view[:] = tile.astype(view.dtype)
 
     def _side(self, descriptors: Array, warp: int, *size: Any) -> Side:
         descriptor = int(np.broadcast_to(descriptors, self.lanes)[32 * warp])
@@ -868,6 +880,8 @@ class Launch:
             raise LaunchError(f"{kernel.name}: parameters of {sizes} bytes, but {given} were given")
         if threads % 32 or (kernel.threads and threads > kernel.threads):
             raise LaunchError(f"{kernel.name}: {threads} threads, at most {kernel.threads}")
+        if kernel.shared_bytes + shared_bytes > SHARED_BYTES:
+            raise LaunchError(f"{kernel.name}: {shared_bytes} bytes of shared memory are too many")
         self.kernel, self.parameters, self.tensors = kernel, parameters, tensors
         self.grid = (*grid, 1, 1)[:3]
         self.threads, self.shared_bytes, self.cluster = threads, shared_bytes, cluster

@@ -9,7 +9,7 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 Mask = Any  # True, or a bool for each lane
 
-GLOBAL, SHARED, LOCAL = 1 << 40, 1 << 44, 1 << 48
+GLOBAL, SHARED, LOCAL = 1 << 32, 1 << 44, 1 << 48
 SLOT = 1 << 32
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

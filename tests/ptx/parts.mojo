@@ -543,7 +543,7 @@ def copies_kernel(
     ring.expect(8 * ROW)
     TileLoader(maps.address(), 2).load(ring.stage(), ring.barrier(), 64, -1, 1, 2)
     ring.wait()
-    TileStore(maps.address(), 3).store(ring.stage(), 0, 1, -1, 1)
+    TileStore(maps.address(), 3).store(ring.stage(), 0, 1, 3, 1)
     stores_commit()
     stores_read()
 

@@ -230,6 +230,27 @@ def from_bytes(raw: Array, kind: str) -> Array:
     return raw.view(np.int8) if kind == "s8" else raw
 
 
+def float8_products(x: Array, y: Array, sums: Array | float = 0, depth: int = 32) -> Array:
+    """Adds x[M, K] y[N, K]^T of 8-bit floats to sums[M, N], as wgmma does: bit by bit as an H200.
+
+    An instruction multiplies ``depth`` numbers of K. A product has the sum of its factors'
+    exponents. All products and the sum so far lose, toward zero, what is less than 2^-13 of the
+    largest such power of two, and are added up exactly; 13 bits of the result's mantissa stay. The
+    PTX manual does not say so; DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) found 14 bits in all.
+    """
+    total = np.broadcast_to(np.asarray(sums, np.float64), (len(x), len(y)))
+    for k in range(0, x.shape[1], depth):
+        a, b = x[:, None, k : k + depth], y[None, :, k : k + depth]
+        terms = np.concatenate([a * b, total[..., None]], 2)
+        exponents = np.frexp(a)[1] + np.frexp(b)[1] - 2
+        exponents = np.concatenate([exponents, np.frexp(total)[1][..., None] - 1], 2)
+        largest = np.where(terms != 0, exponents, -(1 << 8)).max(2)
+        unit = 2.0 ** (largest - 13)
+        fraction, power = np.frexp((np.trunc(terms / unit[..., None])).sum(2) * unit)
+        total = np.ldexp(np.trunc(fraction * 2**14), power - 14)
+    return total
+
+
 BYTES = ("e4m3", "e5m2", "s8", "u8")
 """Kinds of 8 bits, as PTX names them."""
 

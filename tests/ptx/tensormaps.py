@@ -10,10 +10,24 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+def _check(tensor: Array, box: Sequence[int]) -> None:
+    """Refuses what the driver refuses (cuTensorMapEncodeTiled).
+
+    Raises:
+        ValueError: If strides are no multiples of 16 bytes, or the box has more than 256 numbers
+            along an axis.
+    """
+    if tensor.strides[-1] != tensor.itemsize or any(step % 16 for step in tensor.strides[:-1]):
+        raise ValueError(f"a tensor map's strides are multiples of 16 bytes, not {tensor.strides}")
+    if max(box) > 256:
+        raise ValueError(f"a copy has at most 256 numbers along an axis, not {max(box)}")
+
+
 class Tiled:
     """A box of a dense tensor; outside it is zero. `box` has the tensor's axes' order."""
 
     def __init__(self, tensor: Array, box: Sequence[int]):
+        _check(tensor, box)
         self.tensor, self.box = tensor, tuple(box)
         self.bytes = int(np.prod(self.box)) * tensor.itemsize
         self.row = self.box[-1] * tensor.itemsize
@@ -52,6 +66,7 @@ class Im2col:
         pixels: int,
         channels: int,
     ):
+        _check(tensor, (channels,))
         self.tensor, self.lower, self.upper, self.stride = tensor, lower, upper, stride
         self.pixels, self.channels = pixels, channels
         self.row = channels * tensor.itemsize

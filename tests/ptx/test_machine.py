@@ -25,15 +25,12 @@ from .launches import (
 from .machine import Deadlock, Divergence, Launch, LaunchError, Tensors, pack
 from .memory import AccessError
 from .ptx import Kernel, parse, without
+from .semantics import FLOAT8, float8_products, to_float8
+from .tensormaps import Tiled
 from .translate import UnknownInstruction
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-@pytest.fixture(autouse=True)
-def interpreted(pytestconfig: pytest.Config) -> None:
-    if pytestconfig.getoption("gpu"):
-        pytest.skip("what the interpreter reports, a GPU does not")
+pytestmark = pytest.mark.interpreter
 
 
 def kernel(body: str) -> Kernel:
@@ -253,6 +250,31 @@ def test_wrong_kernels_are_reported(body: str, error: type[Exception], text: str
 def test_a_struct_that_has_changed_is_reported() -> None:
     with pytest.raises(LaunchError, match=r"parameters of \[8\] bytes, but \[16\] were given"):
         Launch(kernel(""), [bytes(16)], Tensors(), grid=(1,), threads=32)
+
+
+def test_too_much_shared_memory_is_reported() -> None:
+    with pytest.raises(LaunchError, match="232448 bytes of shared memory are too many"):
+        Launch(kernel(""), [bytes(8)], Tensors(), grid=(1,), threads=32, shared_bytes=227 << 10)
+
+
+@pytest.mark.parametrize(("columns", "box"), [(130, (64, 64)), (136, (300, 64))])
+def test_a_map_that_the_driver_refuses_is_reported(columns: int, box: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"multiples of 16 bytes|at most 256 numbers"):
+        Tiled(np.zeros((400, columns), np.uint16), box)
+
+
+def test_sums_of_8_bit_floats_lose_less_than_their_rounding() -> None:
+    """Of the longest sum of a ResNet: the float32 sums of every 128 products would gain nothing."""
+    rng, e4m3 = np.random.default_rng(0), "float8_e4m3fn"
+    x, w = np.maximum(rng.standard_normal((16, 4608)), 0), rng.standard_normal((16, 4608))
+    x, w = (a * 448 / np.abs(a).max() for a in (x, w))
+    a, b = (FLOAT8[e4m3][to_float8(each, e4m3)] for each in (x, w))
+    whole, exact, rough = x @ w.T, a @ b.T, float8_products(a, b)
+    rounding, lost = (np.linalg.norm(each - exact) for each in (whole, rough))
+    print(
+        f"rounding {rounding / np.linalg.norm(exact):.4f}, sums {lost / np.linalg.norm(exact):.5f}"
+    )
+    assert 0 < lost < rounding / 20
 
 
 # Kernels of the project with instructions taken out: what the interpreter is for.

@@ -24,7 +24,7 @@ from .launches import (
 )
 from .machine import Deadlock, Launch, Tensors, pack
 from .ptx import Kernel, without
-from .semantics import FLOAT8, to_tf32
+from .semantics import FLOAT8, float8_products, to_tf32
 from .tensormaps import Tiled
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -63,9 +63,19 @@ def sum_of(dtype: str) -> str:
     return "int32" if dtype in ("int8", "uint8") else "float32"
 
 
-def check_sums(y: Array, want: Array) -> None:
-    """Demands integers exactly, and float32 as near as rounding lets them be."""
-    if y.dtype == np.int32:
+def multiplied(x: Array, w: Array, dtype: str, sums: float = 0, depth: int = 32) -> Array:
+    """Multiplies x[M, K] by w[N, K]: 8-bit floats as wgmma does, whose sums keep 13 bits."""
+    if dtype in FLOAT8:
+        rough = float8_products(x, w, sums, depth)
+        exact = sums + x @ w.T
+        assert np.abs(rough - exact).max() < 2**-8 * np.abs(exact).max()
+        return rough
+    return np.asarray(sums + x @ w.T)
+
+
+def check_sums(y: Array, want: Array, dtype: str) -> None:
+    """Demands integers and products of 8-bit floats exactly, others as rounding lets them be."""
+    if dtype in (*FLOAT8, "int8", "uint8"):
         np.testing.assert_array_equal(y, want)
     else:
         check(y, want, "float32", SUMS)
@@ -106,7 +116,7 @@ def test_gemm_of_a_page(
         maps=maps,
     )
     launch.run()
-    check(y, np.maximum(x64 @ w64.T + bias, 0), out, SUMS)
+    check(y, np.maximum(multiplied(x64, w64, dtype) + bias, 0), out, SUMS)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -281,7 +291,7 @@ def test_multiplies_registers(
         shared_bytes=2 * (2 * 8192 + 24) + 1024,
         maps=[Tiled(x, (64, width)), Tiled(w.T.copy() if turned else w, (64, width))],
     ).run()
-    check_sums(y, x64 @ w64.T)
+    check_sums(y, multiplied(x64, w64, dtype), dtype)
 
 
 def test_multiplies_boxes(find: Find, rng: np.random.Generator) -> None:
@@ -340,7 +350,7 @@ def test_multiplies_two_of_four(find: Find, rng: np.random.Generator, dtype: str
         shared_bytes=4096 + 4096 + 16 + 1024,
         maps=[Tiled(w, (32, 128 // size))],
     ).run()
-    check_sums(y, 1 + dense.reshape(64, -1) @ w64.T)
+    check_sums(y, multiplied(dense.reshape(64, -1), w64, dtype, 1, 64), dtype)
 
 
 @pytest.mark.parametrize(
@@ -385,11 +395,11 @@ def test_copies_pixels_and_boxes(find: Find, rng: np.random.Generator, g: Conv) 
     for i, (r, s, c) in enumerate(numbers[begin:]):
         pixels = taps[r * g.s + s].reshape(g.pixels, -1)[m0 : m0 + 64, 64 * c : 64 * c + 64]
         np.testing.assert_array_equal(y[64 * i :][: len(pixels)], pixels)
-    # Coordinates come with the last axis first: 64, -1, 1, 2, and 0, 1, -1, 1.
+    # Coordinates come with the last axis first: 64, -1, 1, 2, and 0, 1, 3, 1.
     moved = np.zeros((2, 4, 64), np.uint16)
     moved[:, 1:] = box[2, 1:3, :3, 64:128]
     whole = np.zeros_like(to)
-    whole[1, 0, 1:5] = moved[1]
+    whole[1, 3, 1:5] = moved[0]
     np.testing.assert_array_equal(to, whole)
 
 
@@ -418,7 +428,7 @@ def test_multiplies_windows(
             used[:, tap, channels] = w64[:, tap, channels]
     memory = Tensors()
     map_, box, tiles = pixel_box(held(memory, x, late=True)[1], g, 64, 64)
-    x_stages, w_stages = stages if box[2] else (stages[1], stages[1])
+    x_stages, w_stages = stages if box[2] else (min(stages[1], 18),) * 2
     across, (at, y), at_bias = (
         -(-g.f // 32),
         held(memory, unwritten((g.pixels, g.f), BF16)),
