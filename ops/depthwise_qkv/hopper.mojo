@@ -44,12 +44,10 @@ from ..hopper.ptx import (
 )
 from ..hopper.shared import block_memory
 from ..launch import launch
-from ..operands import F32, Data, dtypes, widened
+from ..operands import F32, U32, Data, dtypes, widened
 from ..rows import over_lanes
 from .config import QkvOperands, QkvSizes
 
-comptime U32 = DType.uint32
-"""A register of two channels."""
 comptime KERNEL = 3
 """Taps of a side of the window."""
 comptime THREADS = 384

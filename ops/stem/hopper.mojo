@@ -70,11 +70,9 @@ from ..hopper.store import store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data
+from ..operands import F32, U32, Data
 from .config import Stem, StemOperands
 
-comptime U32 = DType.uint32
-"""Two numbers of 16 bits."""
 comptime WIDTH = 224
 """Columns of the image."""
 comptime COLUMNS = 112
@@ -156,7 +154,7 @@ struct Storage[op: StaticString](TrivialRegisterPassable):
     """Where its barriers lie."""
     comptime LOADED = Self.BARRIERS + STAGES * Pipeline.BARRIERS
     """Where the barrier of the weights lies."""
-    comptime BYTES = Self.LOADED + (8 if Self.op == NEXT else 0) + SWIZZLED
+    comptime BYTES = Self.LOADED + (Barrier.BYTES if Self.op == NEXT else 0) + SWIZZLED
     """Bytes of all, and what aligning them may take."""
 
     var data: UInt32
