@@ -791,8 +791,16 @@ def _convolve[
 
 
 @always_inline
-def _largest(a: UInt32, b: UInt32) -> UInt32:
-    """Compares two pairs of halves that are not negative: their bits sort as integers do."""
+def largest(a: UInt32, b: UInt32) -> UInt32:
+    """Compares two pairs of halves that are not negative: their bits sort as integers do.
+
+    Args:
+        a: A pair.
+        b: Another.
+
+    Returns:
+        The larger half on each side.
+    """
     return bitcast[U32, 1](max(bitcast[DType.uint16, 2](a), bitcast[DType.uint16, 2](b)))
 
 
@@ -801,7 +809,7 @@ def _largest_of(a: Row, b: Row) -> Row:
     """Compares two rows."""
     var most = Row(fill=0)
     comptime for i in range(COLUMNS // 4):
-        most[i] = _largest(a[i], b[i])
+        most[i] = largest(a[i], b[i])
     return most
 
 
@@ -819,7 +827,7 @@ def _pool(row: Row, to: UInt32, left: UInt32, first: Bool):
         var even = (row[2 * j] & 0xFFFF) | (row[2 * j + 1] << 16)
         var odd = (row[2 * j] >> 16) | (row[2 * j + 1] & 0xFFFF0000)
         var around = warp.shuffle_idx(odd, left)
-        pooled[j] = _largest(_largest(even, odd), before if first else around)
+        pooled[j] = largest(largest(even, odd), before if first else around)
         before = around
     comptime for k in range(4):
         comptime j = min(4 * k, GROUPS - 4)
