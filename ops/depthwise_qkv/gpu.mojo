@@ -34,6 +34,7 @@ from std.utils.static_tuple import StaticTuple
 from ..choice import Cheapest
 from ..device import Device
 from ..launch import launch
+from ..layernorm import LANES, VECTORS, covering
 from ..operands import F32, Data, Shared, dtypes, widened
 from ..rows import over_lanes
 from ..target import IS_HOPPER
@@ -48,10 +49,6 @@ comptime SHARED = 112 * 1024
 """Bytes of shared memory that a block takes at most."""
 comptime MOST_IMAGES = 65535
 """Images of a launch: what a grid's second and third axes count."""
-comptime LANES: List[Int] = [8, 8, 16, 32, 32]
-"""Threads that normalise a token, in the kernels that are compiled."""
-comptime VECTORS: List[Int] = [1, 3, 3, 3, 4]
-"""Vectors of 16 bytes of each of LANES; the two cover a token."""
 comptime QUAD = 4
 """Channels that lie together in shared memory."""
 
@@ -574,15 +571,6 @@ def _enqueue_some[
     comptime for i in range(len(LANES)):
         comptime lanes = LANES[i]
         comptime vectors = VECTORS[i]
-        comptime if channels <= 0 or _covering(channels * size_of[dtype]()) == i:
-            if _covering(Int(g.c) * size_of[dtype]()) == i:
+        comptime if channels <= 0 or covering(channels * size_of[dtype]()) == i:
+            if covering(Int(g.c) * size_of[dtype]()) == i:
                 _enqueue[dtype, kernel, lanes, vectors](o, g, ctx)
-
-
-def _covering(bytes: Int) -> Int:
-    """Finds the first of LANES that cover a token, or the last."""
-    comptime for i in range(len(LANES) - 1):
-        comptime most = 16 * LANES[i] * VECTORS[i]
-        if bytes <= most:
-            return i
-    return len(materialize[LANES]()) - 1
