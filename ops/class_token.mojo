@@ -17,8 +17,8 @@ from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from .launch import launch, wait_ahead
+from .layernorm import LONGEST, NormTensors, load_vectors, normalise_row, normalise_vectors
 from .layernorm import THREADS as NORM_THREADS
-from .layernorm import NormTensors, normalise_row, normalise_vectors
 from .operands import F32, ON_CPU, Data, data
 from .rows import over_rows
 
@@ -233,12 +233,12 @@ def class_token_layernorm_gpu[
     Raises:
         If a row is no multiple of 16 bytes or too long, or the launch fails.
     """
-    var vectors = columns * size_of[dtype]() // 16
-    if columns * size_of[dtype]() % 16 != 0 or vectors > 128:
+    var bytes = columns * size_of[dtype]()
+    if bytes % 16 != 0 or bytes > LONGEST:
         raise Error("class_token: expects to norm rows of a multiple of 16 bytes up to 2 KB")
     comptime for lanes in [8, 16, 32]:
         comptime EACH = 4 if lanes == 32 else 3
-        if vectors <= lanes * EACH:
+        if bytes <= 16 * lanes * EACH:
             launch[class_token_layernorm_kernel[dtype, lanes, EACH]](
                 ctx,
                 o,
@@ -291,11 +291,7 @@ def class_token_layernorm_kernel[
     var to = o.y.unsafe_offset(index * Int(columns))
     var inside = index < Int(rows)
     wait_ahead()
-    var packed = Array[SIMD[dtype, WIDE], vectors](fill=0)
-    comptime for v in range(vectors):
-        var c = first + v * lanes * WIDE
-        if inside and c < Int(columns):
-            packed[v] = source.unsafe_load[width=WIDE, alignment=16](c)
+    var packed = load_vectors[lanes, vectors](source, Int(columns), first=first, inside=inside)
     normalise_vectors[lanes, "layernorm"](
         packed,
         to,

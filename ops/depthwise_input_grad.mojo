@@ -21,7 +21,7 @@ from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from .depthwise_lanes import PITCH, Lane, lane_blocks
+from .depthwise_lanes import PITCH, Lane, lane_blocks, takes_unrolled
 from .geometry import Geometry
 from .launch import launch
 from .operands import ALIGN, F32, Data, data, narrowed, widened
@@ -66,10 +66,7 @@ def depthwise_input_grad_gpu[
         If the launch fails.
     """
     comptime WIDTH = 16 // size_of[dtype]()
-    var square = g.r == g.s and g.stride_h == g.stride_w and g.dilation_h * g.dilation_w == 1
-    # The kernel counts in 32 bits.
-    var counts = max(g.n * g.h * g.w, g.pixels()) * g.c < Int(Int32.MAX)
-    if square and counts and g.c % WIDTH == 0:
+    if takes_unrolled(g) and g.c % WIDTH == 0:
         comptime for kernel in [3, 5, 7]:
             comptime for stride in [1, 2]:
                 if g.r == kernel and g.stride_h == stride:

@@ -12,6 +12,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import size_of
 
+from .geometry import Geometry
 from .operands import Data, Shared
 
 comptime LINE = 128
@@ -30,6 +31,18 @@ Parameters:
     dtype: Of the channels.
     width: Channels of a vector.
 """
+
+
+def takes_unrolled(g: Geometry) -> Bool:
+    """Tells whether kernels that unroll a window take a convolution.
+
+    Args:
+        g: Sizes.
+
+    Returns:
+        True if the window is square, and no tensor has more numbers than 32 bits count.
+    """
+    return g.square() and max(g.n * g.h * g.w, g.pixels()) * g.c < Int(Int32.MAX)
 
 
 def lane_blocks[dtype: DType, width: Int, threads: Int](*, channels: Int, pieces: Int) -> Int:

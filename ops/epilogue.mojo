@@ -13,7 +13,7 @@ zero of their own: so integers of 8 bits are multiplied, added and made (`Scales
 `rounds` too, on a CPU, scale * acc + bias is rounded to uint8 before the residual is added.
 On Hopper x may be normalised by row (`normalizes`), by the moments that the epilogue of the product
 before has left (`measures`): see hopper/moments.mojo. Or the mean of the result's rows takes the place of
-the result (`pools`): see hopper/epilogue.mojo.
+the result (`pools`): see hopper/direct_store.mojo.
 
 `Output` has all of it for kernels that store from registers or from a CPU's memory: scale and bias
 of a channel, residual, activation, rounding, the store. Hopper's tiles leave through shared memory

@@ -24,7 +24,7 @@ from std.utils.static_tuple import StaticTuple
 from .division import quotient, reciprocal
 from .kernel_argument import KernelArgument
 from .launch import launch
-from .layernorm import THREADS, normalise_row, normalise_vectors
+from .layernorm import LONGEST, THREADS, load_vectors, normalise_row, normalise_vectors
 from .operands import F32, ON_CPU, Data, data, narrowed, widened
 from .rows import WIDTH, over_rows
 
@@ -255,18 +255,12 @@ def gather_rows_kernel[
     var source = o.x.unsafe_offset(map.source(index if inside else 0) * Int(columns))
     wait_on_dependent_grids()
     launch_dependent_grids()
-    var packed = Array[SIMD[dtype, WIDE], vectors](fill=0)
-    comptime for v in range(vectors):
-        var c = first + v * lanes * WIDE
-        if inside and c < Int(columns):
-            packed[v] = source.unsafe_load[width=WIDE, alignment=16](c)
+    var packed = load_vectors[lanes, vectors](source, Int(columns), first=first, inside=inside)
     comptime if adds:
         var to = o.sum.unsafe_offset(at) if norms else o.y.unsafe_offset(at)
-        var onto = Array[SIMD[dtype, WIDE], vectors](fill=0)
-        comptime for v in range(vectors):
-            var c = first + v * lanes * WIDE
-            if inside and c < Int(columns):
-                onto[v] = o.onto.unsafe_load[width=WIDE, alignment=16](at + c)
+        var onto = load_vectors[lanes, vectors](
+            o.onto.unsafe_offset(at), Int(columns), first=first, inside=inside
+        )
         comptime for v in range(vectors):
             var c = first + v * lanes * WIDE
             if inside and c < Int(columns):
@@ -318,42 +312,25 @@ def gather_rows_gpu[
     Raises:
         If a row is no multiple of 16 bytes or too long, there are 2^31 rows, or the launch fails.
     """
-    comptime WIDE = 16 // size_of[dtype]()
-    var vectors = columns // WIDE
-    if columns % WIDE != 0 or vectors > 128:
+    var bytes = columns * size_of[dtype]()
+    if bytes % 16 != 0 or bytes > LONGEST:
         raise Error("gather_rows: expects rows of a multiple of 16 bytes up to 2 KB")
     if rows > Int(Int32.MAX):
         raise Error("gather_rows: expects fewer than 2^31 rows but has ", rows)
-    if vectors <= 12:
-        _enqueue[dtype, 4, 3, adds, norms](o, map, rows, columns, eps, ctx)
-    elif vectors <= 24:
-        _enqueue[dtype, 8, 3, adds, norms](o, map, rows, columns, eps, ctx)
-    elif vectors <= 48:
-        _enqueue[dtype, 16, 3, adds, norms](o, map, rows, columns, eps, ctx)
-    else:
-        _enqueue[dtype, 32, 4, adds, norms](o, map, rows, columns, eps, ctx)
-
-
-def _enqueue[
-    dtype: DType, lanes: Int, vectors: Int, adds: Bool, norms: Bool
-](
-    o: GatherTensors[dtype],
-    map: RowMap,
-    rows: Int,
-    columns: Int,
-    eps: Float32,
-    ctx: DeviceContext,
-) raises:
-    launch[gather_rows_kernel[dtype, lanes, vectors, adds, norms]](
-        ctx,
-        o,
-        map,
-        Int32(rows),
-        Int32(columns),
-        eps,
-        grid_dim=ceildiv(rows, THREADS // lanes),
-        block_dim=THREADS,
-    )
+    comptime for lanes in [4, 8, 16, 32]:
+        comptime EACH = 4 if lanes == 32 else 3
+        if bytes <= 16 * lanes * EACH:
+            launch[gather_rows_kernel[dtype, lanes, EACH, adds, norms]](
+                ctx,
+                o,
+                map,
+                Int32(rows),
+                Int32(columns),
+                eps,
+                grid_dim=ceildiv(rows, THREADS // lanes),
+                block_dim=THREADS,
+            )
+            return
 
 
 @register("gather_rows")

@@ -164,14 +164,31 @@ struct Geometry(KernelArgument, TrivialRegisterPassable):
         Returns:
             True if the window is 1 x 1, with stride 1, no padding and one group.
         """
+        return self.plain() and self.groups == 1
+
+    @always_inline
+    def plain(self) -> Bool:
+        """Tells whether a window is one pixel: the input pixel of the output pixel's number.
+
+        Returns:
+            True if it is 1 x 1, with stride 1 and no padding; there may be groups.
+        """
         return (
-            self.r == 1
-            and self.s == 1
-            and self.stride_h == 1
-            and self.stride_w == 1
-            and self.p == self.h  # no padding on either side
+            self.r * self.s * self.stride_h * self.stride_w == 1
+            and self.pad_h + self.pad_w == 0
+            and self.p == self.h  # no padding on the other side either
             and self.q == self.w
-            and self.pad_h == 0
-            and self.pad_w == 0
-            and self.groups == 1
+        )
+
+    @always_inline
+    def square(self) -> Bool:
+        """Tells whether a window is the same down and across.
+
+        Returns:
+            True if R = S, the strides are the same, and there is no dilation.
+        """
+        return (
+            self.r == self.s
+            and self.stride_h == self.stride_w
+            and self.dilation_h * self.dilation_w == 1
         )

@@ -31,6 +31,29 @@ from .rows import WIDTH, over_lanes, over_rows
 
 comptime THREADS = 128
 """Threads of a GPU's block."""
+comptime LONGEST = 2048
+"""Bytes of a row that a group of lanes keeps in its registers, at most."""
+comptime LANES: List[Int] = [8, 8, 16, 32, 32]
+"""Threads that normalise a row, in the kernels that are compiled: for 64, 192, 384, 768 and 1024 columns
+of 16 bits none is idle."""
+comptime VECTORS: List[Int] = [1, 3, 3, 3, 4]
+"""Vectors of 16 bytes of each of LANES; the two cover a row."""
+
+
+def covering(bytes: Int) -> Int:
+    """Finds the fewest threads that cover a row.
+
+    Args:
+        bytes: Of the row.
+
+    Returns:
+        Which of LANES and VECTORS; the last if none cover it.
+    """
+    comptime for i in range(len(LANES) - 1):
+        comptime most = 16 * LANES[i] * VECTORS[i]
+        if bytes <= most:
+            return i
+    return len(materialize[LANES]()) - 1
 
 
 @fieldwise_init
@@ -217,6 +240,37 @@ def layernorm_kernel[
 
 
 @always_inline
+def load_vectors[
+    dtype: DType, //, lanes: Int, vectors: Int
+](row: Data[dtype], columns: Int, *, first: Int, inside: Bool) -> Array[
+    SIMD[dtype, 16 // size_of[dtype]()], vectors
+]:
+    """Loads a row into the registers of a group of lanes, on a GPU.
+
+    Parameters:
+        dtype: Of the row.
+        lanes: Threads of the row.
+        vectors: Vectors of 16 bytes of a thread.
+
+    Args:
+        row: The row.
+        columns: Its numbers, a multiple of 16 bytes.
+        first: Where the thread's first vector begins.
+        inside: Whether there is such a row.
+
+    Returns:
+        The thread's vectors, `lanes` vectors apart; zeros behind the columns.
+    """
+    comptime WIDE = 16 // size_of[dtype]()
+    var packed = Array[SIMD[dtype, WIDE], vectors](fill=0)
+    comptime for v in range(vectors):
+        var c = first + v * lanes * WIDE
+        if inside and c < columns:
+            packed[v] = row.unsafe_load[width=WIDE, alignment=16](c)
+    return packed^
+
+
+@always_inline
 def normalise_vectors[
     dtype: DType, out: DType, width: SIMDLength, vectors: Int, //, lanes: Int, norm: StaticString
 ](
@@ -241,7 +295,7 @@ def normalise_vectors[
         norm: Which one: layernorm or rms_norm.
 
     Args:
-        packed: The thread's vectors, `lanes` vectors apart; zeros behind the columns.
+        packed: The thread's vectors, as `load_vectors` gives them.
         to: The result[columns].
         weight: [columns].
         bias: [columns]; nobody reads that of an rms_norm.
@@ -304,24 +358,9 @@ def layernorm_vector_kernel[
     var inside = index < Int(g.rows)
     var source = o.x.unsafe_offset(index * Int(g.stride))
     var to = o.y.unsafe_offset(index * columns)
-    var packed = Array[SIMD[dtype, WIDE], vectors](fill=0)
-    comptime for v in range(vectors):
-        if inside and first + v * lanes * WIDE < columns:
-            packed[v] = source.unsafe_load[width=WIDE, alignment=16](first + v * lanes * WIDE)
+    var packed = load_vectors[lanes, vectors](source, columns, first=first, inside=inside)
     normalise_vectors[lanes, norm](
         packed, to, o.weight, o.bias, columns, first=first, inside=inside, eps=g.eps
-    )
-
-
-def _enqueue_vectors[
-    dtype: DType, out: DType, //, lanes: Int, vectors: Int, norm: StaticString
-](o: NormTensors[dtype, out], g: NormSizes, ctx: DeviceContext) raises:
-    launch[layernorm_vector_kernel[dtype, out, lanes, vectors, norm]](
-        ctx,
-        o,
-        g,
-        grid_dim=ceildiv(Int(g.rows), THREADS // lanes),
-        block_dim=THREADS,
     )
 
 
@@ -343,26 +382,25 @@ def layernorm_gpu[
     Raises:
         If the launch fails.
     """
-    comptime WIDE = 16 // size_of[dtype]()
-    var vectors = Int(g.columns) // WIDE
-    # The fewest threads that are idle: 64, 192, 384, 768 and 1024 columns of 16 bits leave none.
-    if vectors * WIDE != Int(g.columns) or vectors > 128:
+    var bytes = Int(g.columns) * size_of[dtype]()
+    if bytes % 16 != 0 or bytes > LONGEST:
         ctx.enqueue_function[layernorm_kernel[dtype, out, norm]](
             o,
             g,
             grid_dim=ceildiv(Int(g.rows), THREADS // WARP_SIZE),
             block_dim=THREADS,
         )
-    elif vectors <= 8:
-        _enqueue_vectors[8, 1, norm](o, g, ctx)
-    elif vectors <= 24:
-        _enqueue_vectors[8, 3, norm](o, g, ctx)
-    elif vectors <= 48:
-        _enqueue_vectors[16, 3, norm](o, g, ctx)
-    elif vectors <= 96:
-        _enqueue_vectors[32, 3, norm](o, g, ctx)
-    else:
-        _enqueue_vectors[32, 4, norm](o, g, ctx)
+        return
+    comptime for i in range(len(LANES)):
+        comptime lanes = LANES[i]
+        if covering(bytes) == i:
+            launch[layernorm_vector_kernel[dtype, out, lanes, VECTORS[i], norm]](
+                ctx,
+                o,
+                g,
+                grid_dim=ceildiv(Int(g.rows), THREADS // lanes),
+                block_dim=THREADS,
+            )
 
 
 @always_inline

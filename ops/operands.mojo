@@ -588,11 +588,14 @@ struct Batch(KernelArgument, TrivialRegisterPassable):
         self.bias, self.y = Int64(bias), Int64(y)
 
     @always_inline
-    def of[dtype: DType](self, o: Operands[dtype], product: Int) -> Operands[dtype]:
+    def of[
+        dtype: DType, wide: DType, //
+    ](self, o: Operands[dtype, wide=wide], product: Int) -> Operands[dtype, wide=wide]:
         """Finds the tensors of a product.
 
         Parameters:
             dtype: Of the tensors.
+            wide: Of the bias and alpha.
 
         Args:
             o: The tensors of the first product.

@@ -28,7 +28,7 @@ from .device import Device
 from .division import quotient, reciprocal
 from .kernel_argument import KernelArgument
 from .launch import launch
-from .operands import Data, data
+from .operands import U32, Data, data
 from .parallel import over_cores
 
 comptime AXES = 6
@@ -47,8 +47,6 @@ comptime LANES = 8
 """Lanes of a warp along Q while a tile is read; the other four are along P."""
 comptime PIECE = 4096
 """Numbers that a task on a CPU copies, at least."""
-comptime U32 = DType.uint32
-"""A word."""
 
 
 struct Joined(TrivialRegisterPassable):

@@ -28,7 +28,7 @@ from .division import quotient, reciprocal
 from .expression import evaluate, inputs_of, is_expression, is_truth, split
 from .kernel_argument import KernelArgument
 from .launch import launch
-from .operands import CHECKED, F32, F64, I64, Data, data, narrowed, widened
+from .operands import CHECKED, F32, F64, I64, U32, Data, data, narrowed, widened
 from .parallel import over_cores
 
 comptime WIDTH = simd_width_of[F32]()
@@ -45,8 +45,6 @@ comptime FULL = 2048
 """Threads that fill a multiprocessor."""
 comptime WORDS = 12
 """Registers that the vectors of one thread may take before they are computed with, by four."""
-comptime U32 = DType.uint32
-"""A register."""
 comptime BYTE = DType.uint8
 """What pointers to tensors of several dtypes have in common, and how masks lie in memory."""
 

@@ -33,7 +33,7 @@ from .gemm.hopper import Config
 from .hopper.accumulator import Fragment, Sums
 from .hopper.epilogue import EpilogueTensors, finish_rows
 from .hopper.mainloop import multiply_stages
-from .hopper.mma import ROWS
+from .hopper.mma import BOX, ROWS
 from .hopper.pipeline import Pipeline
 from .hopper.ptx import stores_read
 from .hopper.scheduler import Tile, TileScheduler
@@ -51,8 +51,6 @@ comptime SMALL = Config(groups=1, columns=64, stages=6, blocks=2)
 """The tile elsewhere."""
 comptime WIDTH = Int32(64)
 """Numbers of 128 bytes: tokens of a stage, and channels of a box."""
-comptime BOX = 64 * ROW
-"""Bytes of a box of 64 tokens, or filters, by 64 channels."""
 
 
 struct TokenProblem(KernelArgument, TrivialRegisterPassable):
@@ -196,7 +194,7 @@ def _consume[
             pipeline,
             storing,
             problem.steps,
-            a=group * UInt32(ROWS * ROW),
+            a=group * UInt32(BOX),
             b=UInt32(config.rows() * ROW),
             leads=at.leads(),
             start=Sums[config.columns](fill=0),

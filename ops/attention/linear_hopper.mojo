@@ -38,7 +38,7 @@ from ..hopper.accumulator import Fragment, Sums, bias_of_columns, row_16x16, sum
 from ..hopper.barrier import Barrier
 from ..hopper.epilogue import finish_boxes
 from ..hopper.mainloop import multiply_stages
-from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
+from ..hopper.mma import BOX, ROWS, Matrix, mma, mma_registers, settled
 from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
@@ -50,7 +50,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.scheduler import TileScheduler, Turns
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.store import Storing, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
@@ -63,8 +63,6 @@ comptime DEPTH = 64
 """Channels of a head: a row of 128 bytes."""
 comptime KEYS = 56
 """Keys of an image at most."""
-comptime BOX = ROWS * ROW
-"""Bytes of a tile: 64 queries, keys or values of a head, or 64 rows and columns of a residual."""
 
 
 @fieldwise_init

@@ -14,13 +14,13 @@ from ..gemm.tiles import gemm_block as gemm_block_bf16
 from ..gemm.cpu import PANEL, gemm, gemm_block
 from ..geometry import Geometry
 from ..dot import FILTER
-from ..operands import BF16, WIDE, Data, Levels, Operands
+from ..operands import BF16, WIDE, Batch, Data, Levels, Operands
 from ..parallel import over_cores
 
 
 def bmm_cpu[
     dtype: DType, //, epilogue: Epilogue, layout: StaticString
-](batch: Int, m: Int, k: Int, n: Int, b_step: Int, o: Operands[dtype, wide=WIDE[dtype]]):
+](g: Geometry, o: Operands[dtype, wide=WIDE[dtype]], batch: Batch):
     """Multiplies on all cores.
 
     Parameters:
@@ -29,22 +29,18 @@ def bmm_cpu[
         layout: How b lies in memory; see bmm/op.mojo.
 
     Args:
-        batch: Products.
-        m: Rows of a and y.
-        k: Columns of a.
-        n: Columns of y.
-        b_step: Elements from one b to the next; 0 if one b serves every a.
-        o: Tensors of all products; x is a, w is b.
+        g: Sizes of a product.
+        o: Tensors of the first product; x is a, w is b.
+        batch: Where each product's tensors are; packed b is of one product.
     """
     comptime if layout == "packed":
-        var g = Geometry(rows=batch * m, depth=k, columns=n)
         comptime if dtype != BF16:
             gemm[epilogue](g, rebind[Operands[dtype, dtype, FILTER[dtype], WIDE[dtype]]](o))
         else:
             gemm_bf16[epilogue](g, rebind[Operands[BF16]](o))
     else:
         comptime columns = PANEL if dtype != BF16 else BLOCK
-        var g = Geometry(rows=m, depth=k, columns=n)
+        var m, k, n = g.pixels(), g.c, g.f
         var panels = ceildiv(n, columns)
         var depth = k if dtype != BF16 else ceildiv(k, STEP) * STEP
         var kind = Plan[BF16].kind_of(g)
@@ -55,7 +51,7 @@ def bmm_cpu[
             var column = index % panels * columns
             var end = min(column + columns, n)
             var scratch = alloc(Layout[Scalar[dtype]](count=depth * columns))
-            var product = o.shifted(x=i * m * k, w=i * b_step, y=i * m * n)
+            var product = batch.of(o, i)
             var panel = rebind[Data[dtype]](scratch.unsafe_ptr())
             _pack[layout](product.w, panel, k, n, column, end)
             product.w = panel
@@ -77,7 +73,7 @@ def bmm_cpu[
                 )
             dealloc(scratch^)
 
-        over_cores(task, batch * panels)
+        over_cores(task, Int(batch.products) * panels)
 
 
 @always_inline

@@ -81,21 +81,24 @@ struct Bmm:
             data(y),
             data(alpha)[unsafe_offset=0],
         )
-        var batch = y.size() // (m * n)
         var b_step = k * n if layout != "packed" and b.size() > k * n else 0
+        var g = Geometry(rows=m, depth=k, columns=n)
+        var batch = Batch(y.size() // (m * n), x=m * k, w=b_step, y=m * n)
+        comptime if target != "cpu" or layout == "packed":
+            if b_step == 0:  # one b for all: the batch is more rows of one product
+                g, batch = Geometry(rows=y.size() // n, depth=k, columns=n), Batch()
         comptime if target == "cpu":
             comptime assert CHECKED[y.dtype], "bmm: a CPU expects float32, bfloat16 or float64"
-            bmm_cpu[Epilogue(epilogue), layout](batch, m, k, n, b_step, o)
+            bmm_cpu[Epilogue(epilogue), layout](g, o, batch)
         else:
             comptime assert layout != "packed", "bmm: panels are a CPU's; a GPU expects kn or nk"
-            # One b for all: the batch is more rows of one product.
             comptime layer = Layer(
                 y.static_spec, a.static_spec, b.static_spec, aligned=aligned, few=few
             )
             gemm_gpu[y.dtype, Epilogue(epilogue), layout == "nk", tf32, layer](
-                Geometry(rows=m if b_step else batch * m, depth=k, columns=n),
+                g,
                 rebind[Operands[y.dtype]](o),
-                Batch(batch, x=m * k, w=b_step, y=m * n) if b_step else Batch(),
+                batch,
                 ctx,
                 constant=constant,
             )

@@ -19,7 +19,7 @@ from std.math import ceildiv
 from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
-from ..depthwise_lanes import PITCH, Lane, lane_blocks
+from ..depthwise_lanes import PITCH, Lane, lane_blocks, takes_unrolled
 from ..device import Device
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
@@ -92,10 +92,7 @@ def enqueue_depthwise[
     Raises:
         If the launch fails.
     """
-    var square = g.r == g.s and g.stride_h == g.stride_w and g.dilation_h * g.dilation_w == 1
-    # The kernel counts in 32 bits.
-    var counts = max(g.n * g.h * g.w, g.pixels()) * g.c < Int(Int32.MAX)
-    if square and counts and g.c % WIDE == 0:
+    if takes_unrolled(g) and g.c % WIDE == 0:
         comptime for kernel in [3, 5, 7]:
             comptime for stride in [1, 2]:
                 comptime if kernel < 7 or stride == 1:

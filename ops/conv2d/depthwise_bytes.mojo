@@ -58,7 +58,7 @@ def takes_bytes(g: Geometry) -> Bool:
         comptime for stride in [1, 2]:
             comptime if _has[kernel, stride]():
                 known |= g.r == kernel and g.stride_h == stride and g.f >= _least[kernel]()
-    return known and g.r == g.s and g.stride_h == g.stride_w and g.dilation_h * g.dilation_w == 1
+    return known and g.square()
 
 
 def _has[kernel: Int, stride: Int]() -> Bool:

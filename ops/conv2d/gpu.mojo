@@ -16,8 +16,8 @@ def conv2d_gpu[
     tf32: Bool,
     layer: Layer = Layer(),
     depthwise: Bool = False,
-    lies: Bool = False,
-](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool = True) raises:
+    constant: Bool = True,
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     """Enqueues a convolution.
 
     Parameters:
@@ -26,19 +26,19 @@ def conv2d_gpu[
         tf32: Whether the products may round float32 to TF32.
         layer: What the graph knows of the product.
         depthwise: Whether each channel is convolved by itself, with one filter.
-        lies: Whether a depthwise filter lies as training has it.
+        constant: Whether the filter is a weight, which no kernel writes. A depthwise one that is none
+            lies as training has it.
 
     Args:
         g: Sizes.
-        o: Tensors; the filter is w[F, R, S, C], or w[R, S, C] if it is depthwise and does not lie so.
+        o: Tensors; the filter is w[F, R, S, C], or w[R, S, C] if it is depthwise and constant.
         ctx: The GPU.
-        constant: Whether the filter is a weight, which no kernel writes.
 
     Raises:
         If the launch fails.
     """
     comptime if depthwise:
-        enqueue_depthwise[dtype, epilogue, lies](g, o, ctx)
+        enqueue_depthwise[dtype, epilogue, lies=not constant](g, o, ctx)
     else:
         gemm[dtype, epilogue, True, tf32, layer](
             g,

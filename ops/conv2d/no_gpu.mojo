@@ -17,6 +17,6 @@ def conv2d_gpu[
     tf32: Bool,
     layer: Layer = Layer(),
     depthwise: Bool = False,
-    lies: Bool = False,
-](g: Geometry, o: Operands[dtype], ctx: DeviceContext, *, constant: Bool) raises:
+    constant: Bool = True,
+](g: Geometry, o: Operands[dtype], ctx: DeviceContext) raises:
     comptime assert False, REASON

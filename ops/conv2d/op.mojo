@@ -88,5 +88,5 @@ struct Conv2d:
                 tf32,
                 layer,
                 depthwise=members == 1,
-                lies=not constant,
-            ](g, rebind[Operands[y.dtype]](o), ctx, constant=constant)
+                constant=constant,
+            ](g, rebind[Operands[y.dtype]](o), ctx)

@@ -49,14 +49,7 @@ def takes[members: Int](g: Geometry) -> Bool:
         comptime for stride in [1, 2]:
             comptime if _has[members, kernel, stride]():
                 known |= g.r == kernel and g.stride_h == stride
-    return (
-        known
-        and g.r == g.s
-        and g.stride_h == g.stride_w
-        and g.dilation_h * g.dilation_w == 1
-        and g.f >= WIDTH
-        and 4 * g.q >= 3 * ceildiv(g.q, RUN) * RUN
-    )
+    return known and g.square() and g.f >= WIDTH and 4 * g.q >= 3 * ceildiv(g.q, RUN) * RUN
 
 
 def _has[members: Int, kernel: Int, stride: Int]() -> Bool:

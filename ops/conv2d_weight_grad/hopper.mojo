@@ -29,10 +29,11 @@ from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums, pair
 from ..hopper.conv import Conv, Step, load_pixels, pixels_map
 from ..hopper.mainloop import multiply_stages
+from ..hopper.mma import BOX
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import fence_barrier_init, sync_threads
 from ..hopper.scheduler import Share
-from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.store import Storing
 from ..hopper.tma import TensorMaps, TileLoader, matrix_map
 from ..kernel_argument import KernelArgument
@@ -43,8 +44,6 @@ from .tensors import WeightGrad
 
 comptime WIDTH = 64
 """Numbers of 128 bytes: pixels of a stage, and filters or channels of a box."""
-comptime BOX = WIDTH * ROW
-"""Bytes of a box of 64 pixels."""
 comptime LEAST = 4
 """Stages of a part at least."""
 
@@ -121,9 +120,9 @@ struct Config(TrivialRegisterPassable):
         """Counts the bytes of shared memory that a block asks for.
 
         Returns:
-            Stages, their barriers, and 1024 bytes to align them.
+            Stages, their barriers, and what aligning them may take.
         """
-        return self.stages * (self.stage() + Pipeline.BARRIERS) + 1024
+        return self.stages * (self.stage() + Pipeline.BARRIERS) + SWIZZLED
 
 
 comptime CONFIGS: List[Config] = [Config(1, 4, 2, 5), Config(2, 4, 1, 4), Config(2, 3, 1, 5)]

@@ -1,5 +1,6 @@
 """Tensors and sizes of depthwise_qkv."""
 
+from std.sys import size_of
 from std.utils.static_tuple import StaticTuple
 
 from ..kernel_argument import KernelArgument
@@ -100,6 +101,23 @@ struct QkvOperands[dtype: DType, out: DType = dtype](KernelArgument, TrivialRegi
         else:
             return stored[Self.out](widened(y) * self.steps[i].scale, self.steps[i].zero)
 
+    @always_inline
+    def store_class_token[width: SIMDLength, //](self, c: Int, n: SIMD[Self.dtype, width]):
+        """Stores channels of an image's class token, which none of the windows see, in all outputs.
+
+        Parameters:
+            width: How many channels.
+
+        Args:
+            c: The first of them.
+            n: The normalised token.
+        """
+        comptime ALIGNMENT = Int(width) * size_of[Self.out]()
+        self.q.unsafe_store[alignment=ALIGNMENT](c, self.stored[0](n))
+        self.k.unsafe_store[alignment=ALIGNMENT](c, self.stored[1](n))
+        self.v.unsafe_store[alignment=ALIGNMENT](c, self.stored[2](n))
+
+    @always_inline
     def from_image(self, n: Int, g: QkvSizes) -> Self:
         """Moves on to an image.
 

@@ -34,7 +34,8 @@ from std.utils.static_tuple import StaticTuple
 from ..choice import Cheapest
 from ..device import Device
 from ..launch import launch
-from ..operands import F32, Data, dtypes, widened
+from ..layernorm import LANES, VECTORS, covering
+from ..operands import F32, Data, Shared, dtypes, widened
 from ..rows import over_lanes
 from ..target import IS_HOPPER
 from .config import QkvOperands, QkvSizes
@@ -48,21 +49,8 @@ comptime SHARED = 112 * 1024
 """Bytes of shared memory that a block takes at most."""
 comptime MOST_IMAGES = 65535
 """Images of a launch: what a grid's second and third axes count."""
-comptime LANES: List[Int] = [8, 8, 16, 32, 32]
-"""Threads that normalise a token, in the kernels that are compiled."""
-comptime VECTORS: List[Int] = [1, 3, 3, 3, 4]
-"""Vectors of 16 bytes of each of LANES; the two cover a token."""
 comptime QUAD = 4
 """Channels that lie together in shared memory."""
-
-comptime Tile[dtype: DType] = Pointer[
-    Scalar[dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-"""Normalised tokens in shared memory.
-
-Parameters:
-    dtype: Of the tokens.
-"""
 
 
 struct _Reader[dtype: DType, lanes: Int, vectors: Int](TrivialRegisterPassable):
@@ -170,7 +158,7 @@ def _normalize[
     first: _Reader[dtype, lanes, vectors],
     norm: _Norm[dtype, _, lanes, vectors, _],
     g: QkvSizes,
-    tile: Tile[dtype],
+    tile: Shared[dtype],
     extra: Int32,
 ):
     """Fills the tile from the reader's token on, and then the class token if `extra` is 1."""
@@ -219,22 +207,15 @@ def _normalize[
 
 
 @always_inline
-def _pass_by[dtype: DType](o: QkvOperands[dtype, _], g: QkvSizes, tile: Tile[dtype]):
+def _pass_by[dtype: DType](o: QkvOperands[dtype, _], g: QkvSizes, tile: Shared[dtype]):
     """Stores the class token, which lies behind the tile and its margin, in all outputs."""
-    comptime ALIGNMENT = QUAD * size_of[o.out]()
     var token = g.tile_height() * g.tile_width()
-    var image = Int(block_idx.y)
     var quad = Int32(thread_idx.x)
     if quad * Int32(QUAD) < g.c:
         var n = tile.unsafe_load[width=QUAD, alignment=QUAD * size_of[dtype]()](
             Int((quad * g.pitch() + token) * Int32(QUAD))
         )
-        var channel = Int(quad * Int32(QUAD))
-        var keys = image * Int((g.p * g.q + 1) * g.c) + channel
-        var query = image * Int((g.h * g.w + 1) * g.c) + channel
-        o.q.unsafe_store[alignment=ALIGNMENT](query, o.stored[0](n))
-        o.k.unsafe_store[alignment=ALIGNMENT](keys, o.stored[1](n))
-        o.v.unsafe_store[alignment=ALIGNMENT](keys, o.stored[2](n))
+        o.store_class_token(Int(quad * Int32(QUAD)), n)
 
 
 @fieldwise_init
@@ -333,7 +314,7 @@ struct _Convolutions[
     @always_inline
     def convolve(
         mut self,
-        tile: Tile[Self.dtype],
+        tile: Shared[Self.dtype],
         g: QkvSizes,
         area: _Area,
         o: QkvOperands[Self.dtype, Self.out],
@@ -402,7 +383,7 @@ struct _Convolutions[
 )
 def qkv_kernel[
     dtype: DType, kernel: Int, lanes: Int, vectors: Int, few: Bool, out: DType = dtype
-](o: QkvOperands[dtype, out], g: QkvSizes):
+](all: QkvOperands[dtype, out], g: QkvSizes):
     """Computes a tile; block_idx.x counts tiles of an image, block_idx.y images.
 
     With few tiles only what a block does after the kernel ahead adds to the time. So it loads its filters
@@ -417,9 +398,10 @@ def qkv_kernel[
         out: Of query, key and value.
 
     Args:
-        o: Tensors.
+        all: Tensors.
         g: Sizes.
     """
+    var o = all.from_image(Int(block_idx.y), g)
     var t = Int32(thread_idx.x)
     var across = UInt32(g.w + g.columns - 1) // UInt32(g.columns)
     var down = UInt32(block_idx.x) // across
@@ -430,18 +412,15 @@ def qkv_kernel[
     ]()
     var margin = g.margin()
     var extra = g.first if block_idx.x == 0 else 0
-    var image = Int(block_idx.y)
     var skipped = Int(g.first * g.c)
-    var reader = _Reader[dtype, lanes, vectors](
-        o.x.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped)), h0 - margin, w0 - margin
-    )
+    var reader = _Reader[dtype, lanes, vectors](o.x, h0 - margin, w0 - margin)
     reader.locate(g, g.tile_height() * g.tile_width())
     var norm = _Norm[dtype, out, lanes, vectors, few](o, g, reader.channel)
 
     var q = _Convolutions[dtype, out, kernel, 1, 4, 2, few](
         [o.q_filter],
         [o.q_bias],
-        [o.q.unsafe_offset(image * (Int(g.h * g.w * g.c) + skipped) + skipped)],
+        [o.q.unsafe_offset(skipped)],
         g.c,
         t,
     )
@@ -453,11 +432,10 @@ def qkv_kernel[
         first=h0 * g.w + w0,
         width=g.w,
     )
-    var at_keys = image * (Int(g.p * g.q * g.c) + skipped) + skipped
     var kv = _Convolutions[dtype, out, kernel, 2, 2, 1, few](
         [o.k_filter, o.v_filter],
         [o.k_bias, o.v_bias],
-        [o.k.unsafe_offset(at_keys), o.v.unsafe_offset(at_keys)],
+        [o.k.unsafe_offset(skipped), o.v.unsafe_offset(skipped)],
         g.c,
         Int32(THREADS - 1) - t,  # from the last thread on: not the warps that have queries
     )
@@ -593,15 +571,6 @@ def _enqueue_some[
     comptime for i in range(len(LANES)):
         comptime lanes = LANES[i]
         comptime vectors = VECTORS[i]
-        comptime if channels <= 0 or _covering(channels * size_of[dtype]()) == i:
-            if _covering(Int(g.c) * size_of[dtype]()) == i:
+        comptime if channels <= 0 or covering(channels * size_of[dtype]()) == i:
+            if covering(Int(g.c) * size_of[dtype]()) == i:
                 _enqueue[dtype, kernel, lanes, vectors](o, g, ctx)
-
-
-def _covering(bytes: Int) -> Int:
-    """Finds the first of LANES that cover a token, or the last."""
-    comptime for i in range(len(LANES) - 1):
-        comptime most = 16 * LANES[i] * VECTORS[i]
-        if bytes <= most:
-            return i
-    return len(materialize[LANES]()) - 1

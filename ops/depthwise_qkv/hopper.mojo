@@ -44,12 +44,10 @@ from ..hopper.ptx import (
 )
 from ..hopper.shared import block_memory
 from ..launch import launch
-from ..operands import F32, Data, dtypes, widened
+from ..operands import F32, U32, Data, Shared, dtypes, widened
 from ..rows import over_lanes
 from .config import QkvOperands, QkvSizes
 
-comptime U32 = DType.uint32
-"""A register of two channels."""
 comptime KERNEL = 3
 """Taps of a side of the window."""
 comptime THREADS = 384
@@ -77,7 +75,7 @@ comptime WEIGHTS = 3 * (KERNEL * KERNEL * 2 + 4)
 comptime ZEROS = 128
 """Bytes before the zeros; first come barriers, of the weights and of each half of the tokens."""
 
-comptime Shared = Pointer[UInt8, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
+comptime Memory = Shared[DType.uint8]
 """A block's shared memory: barriers, zeros, filters and biases of q, k and v, the tile."""
 
 comptime WEIGHTS_COME = 0
@@ -89,7 +87,7 @@ comptime REST_COMES = 2
 
 
 @always_inline
-def _barrier(shared: Shared, number: Int) -> Barrier:
+def _barrier(shared: Memory, number: Int) -> Barrier:
     """Finds a barrier by its number."""
     return Barrier(UInt32(Int(shared)) + UInt32(Barrier.BYTES * number))
 
@@ -154,7 +152,7 @@ struct _Tile[c: Int](TrivialRegisterPassable):
 @always_inline
 def _fetch[
     dtype: DType, c: Int
-](o: QkvOperands[dtype, _], g: QkvSizes, tile: _Tile[c], shared: Shared, count: Int32, half: Int32):
+](o: QkvOperands[dtype, _], g: QkvSizes, tile: _Tile[c], shared: Memory, count: Int32, half: Int32):
     """Starts copying filters, biases and tokens, and writes the zeros."""
     comptime FILTER = KERNEL * KERNEL * 2 * c
     var t = Int32(thread_idx.x)
@@ -184,13 +182,12 @@ def _fetch[
     if t == 0:
         first.expect(UInt32(half) * UInt32(2 * c))
         rest.expect(UInt32(count - half) * UInt32(2 * c))
-    var x = o.x.unsafe_offset(Int(block_idx.z) * Int((g.h * g.w + g.first) * Int32(c)))
     while t < count:
         var y = tile.row(t)
         var token = g.first + (tile.top + y) * g.w + tile.left + t - y * tile.broad
         load_bytes(
             base + UInt32(tile.bytes(t, y)),
-            x.unsafe_offset(Int((token if y < tile.high else 0) * Int32(c))),
+            o.x.unsafe_offset(Int((token if y < tile.high else 0) * Int32(c))),
             UInt32(2 * c),
             first.address if t < half else rest.address,
         )
@@ -217,10 +214,9 @@ def _over_lanes[lanes: Int](values: Array[Float32, 2]) -> Array[Float32, 2]:
 @always_inline
 def _normalize[
     dtype: DType, c: Int, lanes: Int
-](o: QkvOperands[dtype, _], g: QkvSizes, tile: _Tile[c], shared: Shared):
+](o: QkvOperands[dtype, _], g: QkvSizes, tile: _Tile[c], shared: Memory):
     """Fills the tile, and stores the class token in all outputs if the tile is an image's first."""
     comptime QUADS = c // (QUAD * lanes)
-    comptime ALIGNMENT = QUAD * size_of[o.out]()
     var first = Int32(thread_idx.x) % Int32(lanes) * Int32(QUAD)
     var weights = Array[SIMD[F32, QUAD], QUADS](fill=0)
     var biases = Array[SIMD[F32, QUAD], QUADS](fill=0)
@@ -286,14 +282,8 @@ def _normalize[
                     to.unsafe_store(v * lanes, two[0])
                     to.unsafe_store(v * lanes + c // 4, two[1])
             elif token < count:
-                var image = Int(block_idx.z)
-                var query = image * Int((g.h * g.w + 1) * Int32(c)) + Int(first)
-                var key = image * Int((g.p * g.q + 1) * Int32(c)) + Int(first)
                 comptime for v in range(QUADS):
-                    comptime at = v * lanes * QUAD
-                    o.q.unsafe_store[alignment=ALIGNMENT](query + at, o.stored[0](rounded[v]))
-                    o.k.unsafe_store[alignment=ALIGNMENT](key + at, o.stored[1](rounded[v]))
-                    o.v.unsafe_store[alignment=ALIGNMENT](key + at, o.stored[2](rounded[v]))
+                    o.store_class_token(Int(first) + v * lanes * QUAD, rounded[v])
         slot += slots * Int32(TOGETHER)
 
 
@@ -307,11 +297,11 @@ struct _Channels[dtype: DType, c: Int](TrivialRegisterPassable):
     """First of the 4 channels of this thread's sums."""
     var mask: UInt32
     """The half of a pair that is on the diagonal here; none if 0."""
-    var weights: Shared
+    var weights: Memory
     """Filters and biases."""
 
     @always_inline
-    def __init__(out self, block: Int32, shared: Shared):
+    def __init__(out self, block: Int32, shared: Memory):
         var lane = Int32(thread_idx.x) % 32
         self.channel = block * Int32(BLOCK) + lane % 4 * Int32(QUAD)
         self.mask = 0
@@ -368,7 +358,7 @@ struct _Sources[c: Int](TrivialRegisterPassable):
     """Whether the tile has the columns."""
 
     @always_inline
-    def __init__(out self, tile: _Tile[Self.c], shared: Shared, block: Int32, left: Int32):
+    def __init__(out self, tile: _Tile[Self.c], shared: Memory, block: Int32, left: Int32):
         """Finds the columns `left` and `left` + 1, and `left` + 2 of both chunks of a block.
 
         The upper half of a warp reads tap 1, or the second chunk of the third tap.
@@ -431,7 +421,7 @@ def _queries[
     o: QkvOperands[dtype, _],
     g: QkvSizes,
     tile: _Tile[c],
-    shared: Shared,
+    shared: Memory,
     block: Int32,
     strip: Int32,
     run: Int32,
@@ -457,10 +447,7 @@ def _queries[
     var left_in = column < end
     var right_in = column + 8 < end
     var token = g.first + (row0 - Int32(KERNEL - 1)) * g.w + column
-    var to = o.q.unsafe_offset(
-        Int(block_idx.z) * Int((g.h * g.w + g.first) * Int32(c))
-        + Int(token * Int32(c) + channels.channel)
-    )
+    var to = o.q.unsafe_offset(Int(token * Int32(c) + channels.channel))
     var down = Int(g.w * Int32(c))
     # A row that has been read is tap r of the row of queries r rows further up.
     var sums = Array[SIMD[F32, 4], 2 * KERNEL](fill=0)
@@ -497,7 +484,7 @@ def _keys[
     o: QkvOperands[dtype, _],
     g: QkvSizes,
     tile: _Tile[c],
-    shared: Shared,
+    shared: Memory,
     block: Int32,
     strip: Int32,
     run: Int32,
@@ -532,9 +519,7 @@ def _keys[
 
     row += lane // 16
     column += lane // 4 % 4
-    var to = Int(block_idx.z) * Int((g.p * g.q + g.first) * Int32(c)) + Int(
-        (g.first + row * g.q + column) * Int32(c) + channels.channel
-    )
+    var to = Int((g.first + row * g.q + column) * Int32(c) + channels.channel)
     comptime for pair in range(PAIRS):
         comptime for part in range(2):
             if row + Int32(2 * pair) < end[0] and column + Int32(4 * part) < end[1]:
@@ -563,7 +548,7 @@ def _windows(begin: Int32, stride: Int32) -> Int32:
 )
 def qkv_hopper_kernel[
     dtype: DType, c: Int, out: DType = dtype
-](o: QkvOperands[dtype, out], g: QkvSizes):
+](all: QkvOperands[dtype, out], g: QkvSizes):
     """Computes some channels of a tile; block_idx.z counts images, the others the tiles of one.
 
     Parameters:
@@ -572,9 +557,10 @@ def qkv_hopper_kernel[
         out: Of query, key and value.
 
     Args:
-        o: Tensors.
+        all: Tensors.
         g: Sizes.
     """
+    var o = all.from_image(Int(block_idx.z), g)
     comptime LANES = 8 if c == 64 else 16 if c == 192 else 32
     var shared = external_memory[
         UInt8, address_space=AddressSpace.SHARED, alignment=128, name="depthwise_qkv"

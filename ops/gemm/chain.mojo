@@ -54,7 +54,7 @@ from ..hopper.accumulator import (
     store_16x16,
     sums_16x16,
 )
-from ..hopper.mma import ROWS, SUM, Matrix, mma, mma_registers
+from ..hopper.mma import BOX, ROWS, SUM, Matrix, mma, mma_registers
 from ..hopper.moments import Norm, RowMoments
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
@@ -80,8 +80,6 @@ from ..operands import F32, Data, Scales, dtypes, narrowed, widened
 
 comptime WIDTH = 64
 """Numbers of 128 bytes, of 16 bits: columns of a box, and of a chunk of h."""
-comptime BOX = ROWS * ROW
-"""Bytes of 64 rows of a box."""
 
 
 struct ChainConfig(TrivialRegisterPassable):
@@ -535,7 +533,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
 
 
 struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassable):
-    """Biases, moments and scales of a chain: pointers, so that LLVM knows their memory is global.
+    """Biases, moments and scales of a chain.
 
     Parameters:
         scaled: Whether there are scales, and no norm.

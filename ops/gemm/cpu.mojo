@@ -595,9 +595,7 @@ def gemm_group[
         tasks += ceildiv(g[i].pixels(), blocks[i]) * ceildiv(g[i].group_f(), PANEL) * g[i].groups
         ends[i] = tasks
 
-    var given = Array[Levels, count](fill=Levels(o[0].bias))
-    if levels:
-        given = levels.value().copy()
+    var given = levels.copy().or_else(Array[Levels, count](fill=Levels(o[0].bias)))
 
     def task(index: Int) {imm}:
         comptime for i in range(count):

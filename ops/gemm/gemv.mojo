@@ -25,7 +25,6 @@ from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
-from ..hopper.conv import is_plain
 from ..hopper.shared import WARP
 from ..launch import launch
 from ..operands import F32, Data, Operands, widened
@@ -72,7 +71,7 @@ def takes_gemv(g: Geometry) -> Bool:
     Returns:
         True for few rows, and a K that the registers hold.
     """
-    return is_plain(g) and g.pixels() <= ROWS and g.c <= DEPTH
+    return g.plain() and g.pixels() <= ROWS and g.c <= DEPTH
 
 
 @always_inline

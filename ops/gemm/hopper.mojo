@@ -70,7 +70,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.scheduler import Start, Work
-from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.store import Storing, load_residual, store_boxes, sync_writes
 from ..hopper.tma import (
     TensorMap,
@@ -257,7 +257,7 @@ struct Config(TrivialRegisterPassable):
             The ring, its barriers, what peers send, and what aligning it may take.
         """
         var ring = self.stages * (self.stage() + Pipeline.BARRIERS)
-        return ring + self.inbox() + (8 if self.peers > 1 else 0) + 1024
+        return ring + self.inbox() + (Barrier.BYTES if self.peers > 1 else 0) + SWIZZLED
 
 
 def several(products: Int) -> String:

@@ -51,7 +51,7 @@ from ..device import Device
 from ..epilogue import Channels, Epilogue, Output, apply
 from ..geometry import Geometry
 from ..hopper.accumulator import Fragment
-from ..hopper.conv import Conv, Pixel, Step, is_plain
+from ..hopper.conv import Conv, Pixel, Step
 from ..hopper.ptx import mma_sync, prefetch_l2
 from ..hopper.scheduler import TileScheduler
 from ..kernel_argument import KernelArgument
@@ -203,7 +203,7 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
         self.schedule = TileScheduler[1](
             [Int(self.tiles_m) * Int(batch.products)], columns=ceildiv(g.group_f(), config.columns)
         )
-        if is_plain(g):
+        if g.plain():
             # One column of pixels: their places need no division.
             self.h, self.w = self.pixels, 1
         self.batch = batch

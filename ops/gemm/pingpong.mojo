@@ -38,7 +38,7 @@ from ..geometry import Geometry
 from ..hopper.accumulator import Fragment, Sums
 from ..hopper.conv import Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import EpilogueTensors, finish_rows
-from ..hopper.mma import ROWS, SUM, Matrix, mma
+from ..hopper.mma import BOX, ROWS, SUM, Matrix, mma
 from ..hopper.moments import Norm, RowMoments, RowNorm
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
@@ -63,8 +63,6 @@ comptime BARRIERS = 1024
 """Bytes of all barriers."""
 comptime ROOM = SHARED - SWIZZLED - BARRIERS
 """Bytes for the filters and the ring."""
-comptime BOX = ROWS * ROW
-"""Bytes of a stage: of 64 pixels, or of 64 rows of 128 bytes of the result."""
 comptime FEWEST = 5
 """Stages of the ring at least."""
 comptime MOST = 24

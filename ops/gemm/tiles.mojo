@@ -1002,9 +1002,7 @@ def gemm_group[
         tasks += plans[i].tasks(g[i])
         ends[i] = tasks
     var amx = amx_granted[dtype]()
-    var given = Array[Levels, count](fill=Levels(o[0].bias))
-    if levels:
-        given = levels.value().copy()
+    var given = levels.copy().or_else(Array[Levels, count](fill=Levels(o[0].bias)))
 
     def task(index: Int) {imm}:
         comptime for i in range(count):

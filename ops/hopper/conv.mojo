@@ -62,7 +62,7 @@ struct Conv(KernelArgument, TrivialRegisterPassable):
         self.stride_h, self.stride_w = Int32(g.stride_h), Int32(g.stride_w)
         self.pad_h, self.pad_w = Int32(g.pad_h), Int32(g.pad_w)
         self.dilation_h, self.dilation_w = Int32(g.dilation_h), Int32(g.dilation_w)
-        self.plain = Int32(1 if is_plain(g) else 0)
+        self.plain = Int32(1 if g.plain() else 0)
 
     @always_inline
     def steps(self) -> Int32:
@@ -351,26 +351,9 @@ def pixels_map[
     Raises:
         If the driver refuses it.
     """
-    if is_plain(g):
+    if g.plain():
         return matrix_map[dtype, True](ctx, x, rows=g.pixels(), columns=g.c, box=rows, bytes=bytes)
     return im2col_map[dtype](ctx, x, g, rows, bytes)
-
-
-def is_plain(g: Geometry) -> Bool:
-    """Tells whether a convolution is a matrix product.
-
-    Args:
-        g: Sizes.
-
-    Returns:
-        True for 1 x 1 windows without stride or padding.
-    """
-    return (
-        g.r * g.s * g.stride_h * g.stride_w == 1
-        and g.pad_h + g.pad_w == 0
-        and g.p == g.h
-        and g.q == g.w
-    )
 
 
 def takes[dtype: DType, out: DType = dtype](g: Geometry) -> Bool:
@@ -391,7 +374,7 @@ def takes[dtype: DType, out: DType = dtype](g: Geometry) -> Bool:
     comptime wide = 16 // size_of[dtype]()
     if g.groups != 1 or g.c % wide != 0 or g.f % max(8, 16 // size_of[out]()) != 0:
         return False
-    if is_plain(g):
+    if g.plain():
         return True
     var right = (g.q - 1) * g.stride_w - g.pad_w - (g.w - 1)
     var bottom = (g.p - 1) * g.stride_h - g.pad_h - (g.h - 1)

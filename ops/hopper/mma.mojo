@@ -23,6 +23,8 @@ from .shared import ROW
 
 comptime ROWS = 64
 """The M of wgmma: rows of A."""
+comptime BOX = ROWS * ROW
+"""Bytes of a box in shared memory: of as many rows."""
 
 comptime SUM[dtype: DType] = DType.int32 if dtype.is_integral() else DType.float32
 """What products of two numbers are summed in.

@@ -28,7 +28,7 @@ from ..device import Device
 from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..hopper.ptx import cluster_load4, cluster_sync
-from ..operands import F32, Data, Operands, Shared, widened
+from ..operands import F32, U32, Data, Operands, Shared, widened
 from ..target import IS_HOPPER
 
 comptime TILE = 128
@@ -187,6 +187,9 @@ def sparse_conv2d_kernel[
 ):
     """Computes a tile of pixels and filters in each block, or its cluster's share of one.
 
+    Takes the pointers one by one: `Operands` holds alpha too, and LLVM would not know that they are of
+    global memory.
+
     Parameters:
         dtype: Of x, the nonzeros and y.
         epilogue: What the accumulator goes through.
@@ -218,7 +221,6 @@ def sparse_conv2d_kernel[
     comptime X_WORDS = CHANNELS * PITCH // 4
     comptime ENTRIES = ROWS * CHANNELS * ENTRY
     comptime WORDS = max(X_WORDS + ENTRIES, ROWS * PIXELS)
-    comptime U32 = DType.uint32
 
     var memory = unsafe_stack_allocation[
         WORDS, UInt32, address_space=AddressSpace.SHARED, alignment=128

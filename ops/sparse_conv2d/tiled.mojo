@@ -61,11 +61,9 @@ from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, produce_pixels
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import Data, Operands
+from ..operands import U32, Data, Operands
 from .tuning import CONFIGS, ROWS
 
-comptime U32 = DType.uint32
-"""A nonzero and its place."""
 comptime I32 = DType.int32
 """Where words begin."""
 comptime WIDTH = 64
@@ -134,7 +132,7 @@ def threads(config: TileConfig) -> Int:
 
 @fieldwise_init
 struct Words(KernelArgument, TrivialRegisterPassable):
-    """The compressed filters: nothing but pointers, as in `EpilogueTensors`."""
+    """The compressed filters: nothing but pointers."""
 
     comptime device_type: AnyType = Self
     """A kernel receives it as it is."""

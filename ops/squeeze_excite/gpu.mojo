@@ -57,7 +57,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.shared import WARP
 from ..launch import launch
-from ..operands import F32, widened
+from ..operands import F32, Shared, widened
 from .config import BARRIERS, BLOCKS, CHUNKS, WIDTH, Room, SqueezeSizes, SqueezeTensors
 
 comptime THREADS = 256
@@ -77,7 +77,7 @@ comptime UNROLL = 4
 comptime LINE = Int32(128)
 """Bytes of a line of the second-level cache."""
 
-comptime Floats = Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
+comptime Floats = Shared[F32]
 """Numbers in shared memory."""
 comptime Vector = SIMD[F32, WIDTH]
 """Neighbouring channels."""
@@ -234,7 +234,7 @@ struct SqueezeBlock[dtype: DType](TrivialRegisterPassable):
     """How many these are, at most `slice`."""
     var shared: UInt32
     """Address of the shared memory; the barriers come first."""
-    var pixels: Pointer[Scalar[Self.dtype], MutUntrackedOrigin, address_space=AddressSpace.SHARED]
+    var pixels: Shared[Self.dtype]
     """Those that are kept."""
     var scratch: Floats
     """See `Room`; so are the rest."""

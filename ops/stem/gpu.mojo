@@ -48,18 +48,25 @@ from ..epilogue import activate
 from ..hopper.ptx import mma_sync, mma_sync_short, packed
 from ..launch import launch
 from ..operands import F32, Data, Shared, dtypes, narrowed
+from ..rows import over_lanes
 from ..target import IS_HOPPER
 from .config import GROUP, SHARED, STEP_ROWS, WARP_FILTERS, Stem, StemOperands, Tiling
-from .hopper import fits, stem_maxpool_hopper, takes
+from .hopper import fits, largest, stem_maxpool_hopper, takes
 
 comptime MOST_THREADS = 384
 """Threads that share a multiprocessor: more than a block has, a bound of 168 registers."""
+comptime STEP[stem: Stem] = Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
+"""Words of shared memory from one step of a warp to the next.
 
+Parameters:
+    stem: Compile-time sizes.
+"""
+comptime ACROSS[stem: Stem] = Int32(GROUP * stem.stride * stem.cells() // 2)
+"""Words of shared memory from one group of columns to the next.
 
-@always_inline
-def _largest(a: UInt32, b: UInt32) -> UInt32:
-    """Compares two pairs of halves that are not negative: their bits sort as integers do."""
-    return bitcast[DType.uint32, 1](max(bitcast[DType.uint16, 2](a), bitcast[DType.uint16, 2](b)))
+Parameters:
+    stem: Compile-time sizes.
+"""
 
 
 @always_inline
@@ -351,8 +358,6 @@ def _pool[
     var p0 = row0 * 2
     var q0 = column0 * 2
     var inside = q0 >= 0 and p0 + t.steps * STEP_ROWS <= t.p and q0 + t.groups * GROUP <= t.q
-    comptime STEP = Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
-    comptime ACROSS = Int32(GROUP * stem.stride * stem.cells() // 2)
     # For each warp and step, a column of two output rows: the last of the group to the left,
     # and the first of the warp's first group, which waits for another warp's last.
     var edge = beyond.unsafe_offset(Int((warp_index * t.steps) * 32 + g * 4))
@@ -373,7 +378,7 @@ def _pool[
             o.unsafe_store[alignment=8 * size_of[out]()](pixel * Int(t.f) + channel, low.join(high))
 
     for group in range(begin, end):
-        var at = lanes.unsafe_offset(Int(group * ACROSS))
+        var at = lanes.unsafe_offset(Int(group * ACROSS[stem]))
         var column = q0 + group * GROUP + 2 * quad
         var kept = UInt32(0xFFFF if column >= 0 and column < t.q else 0)
         kept |= UInt32(0xFFFF0000 if column + 1 >= 0 and column + 1 < t.q else 0)
@@ -389,7 +394,7 @@ def _pool[
             at = at.unsafe_offset(stem.stride * stem.pitch() // 2)
         for step in range(t.steps):
             var z = _multiply[dtype, pixel, stem, STEP_ROWS](at, w, bias)
-            at = at.unsafe_offset(Int(STEP))
+            at = at.unsafe_offset(Int(STEP[stem]))
             var pairs = Array[UInt32, 4 * STEP_ROWS](uninitialized=True)
             comptime for j in range(STEP_ROWS):
                 comptime for m in range(2):
@@ -404,11 +409,11 @@ def _pool[
             var both = Array[UInt32, 4](uninitialized=True)
             var right = Array[UInt32, 4](uninitialized=True)
             comptime for i in range(4):
-                var upper = _largest(_largest(carry[i], pairs[i]), pairs[4 + i])
-                var lower = _largest(_largest(pairs[4 + i], pairs[8 + i]), pairs[12 + i])
+                var upper = largest(largest(carry[i], pairs[i]), pairs[4 + i])
+                var lower = largest(largest(pairs[4 + i], pairs[8 + i]), pairs[12 + i])
                 carry[i] = pairs[12 + i]
                 right[i] = upper >> 16 | lower & 0xFFFF0000
-                both[i] = _largest(upper & 0xFFFF | lower << 16, right[i])
+                both[i] = largest(upper & 0xFFFF | lower << 16, right[i])
             var left = Array[UInt32, 4](uninitialized=True)
             comptime for i in range(4):
                 left[i] = warp.shuffle_up(right[i], 1)
@@ -425,7 +430,7 @@ def _pool[
                     0, SIMD[DType.uint32, 4](right[0], right[1], right[2], right[3])
                 )
             comptime for i in range(4):
-                both[i] = _largest(both[i], left[i])
+                both[i] = largest(both[i], left[i])
             var first = t.lead_q
             if group == begin and begin > 0:
                 if quad == 0:
@@ -444,7 +449,7 @@ def _pool[
             var other = before.unsafe_load[width=4, alignment=16](Int(step * 32))
             var both = Array[UInt32, 4](uninitialized=True)
             comptime for i in range(4):
-                both[i] = _largest(one[i], other[i])
+                both[i] = largest(one[i], other[i])
             store(both, step, begin, first, min(first + 1, t.out_q - column0))
 
 
@@ -481,12 +486,7 @@ def _layernorm[
         var index = min(round * splits + split, total - 1)
         var group = Int32(UInt32(index) // UInt32(t.steps))
         var step = index - group * t.steps
-        var at = lanes.unsafe_offset(
-            Int(
-                step * Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
-                + group * Int32(GROUP * stem.stride * stem.cells() // 2)
-            )
-        )
+        var at = lanes.unsafe_offset(Int(step * STEP[stem] + group * ACROSS[stem]))
         var z = _multiply[dtype, pixel, stem, STEP_ROWS](at, w, bias)
         # Turned over: a lane has 8 filters of column lane / 4 in each row.
         var tokens = Array[SIMD[dtype, 8], STEP_ROWS](uninitialized=True)
@@ -499,13 +499,9 @@ def _layernorm[
                     eight[2 * m + i] = _transposed(bitcast[DType.uint32, 1](two.cast[dtype]()))
             tokens[j] = bitcast[dtype, 8](eight)
             var value = tokens[j].cast[F32]()
-            var sum = value.reduce_add()
-            sum += warp.shuffle_xor(sum, 1)
-            sum += warp.shuffle_xor(sum, 2)
+            var sum = over_lanes[4](value.reduce_add())
             var d = value - sum / WARP_FILTERS
-            var squares = (d * d).reduce_add()
-            squares += warp.shuffle_xor(squares, 1)
-            squares += warp.shuffle_xor(squares, 2)
+            var squares = over_lanes[4]((d * d).reduce_add())
             if quad == Int32(j):
                 mine = SIMD[F32, 2](sum / WARP_FILTERS, squares)
         var here = partial.unsafe_offset(
@@ -567,12 +563,7 @@ def _activated[
     for index in range(split, t.steps * t.groups, splits):
         var group = Int32(UInt32(index) // UInt32(t.steps))
         var step = index - group * t.steps
-        var at = lanes.unsafe_offset(
-            Int(
-                step * Int32(STEP_ROWS * stem.stride * stem.pitch() // 2)
-                + group * Int32(GROUP * stem.stride * stem.cells() // 2)
-            )
-        )
+        var at = lanes.unsafe_offset(Int(step * STEP[stem] + group * ACROSS[stem]))
         var z = _multiply[dtype, pixel, stem, STEP_ROWS](at, w, bias)
         var q = q0 + group * GROUP + lane // 4
         var p = p0 + step * STEP_ROWS
@@ -625,14 +616,10 @@ def stem_kernel[
     var bias = Array[SIMD[F32, 4], 2](uninitialized=True)
     comptime for m in range(2):
         var at = Int(slice * WARP_FILTERS + g // 2 * 8 + g % 2) + 4 * m
-        var low = Float32(0)
-        var high = Float32(0)
+        var after = at + 2
         comptime if stem.then == Stem.CONV2D:  # there may be fewer filters than the warps take
-            low = o.bias[unsafe_offset=min(at, Int(t.f) - 1)]
-            high = o.bias[unsafe_offset=min(at + 2, Int(t.f) - 1)]
-        else:
-            low = o.bias[unsafe_offset=at]
-            high = o.bias[unsafe_offset=at + 2]
+            at, after = min(at, Int(t.f) - 1), min(after, Int(t.f) - 1)
+        var low, high = o.bias[unsafe_offset=at], o.bias[unsafe_offset=after]
         bias[m] = SIMD[F32, 4](low, low, high, high)
     wait_on_dependent_grids()
     launch_dependent_grids()

@@ -70,11 +70,9 @@ from ..hopper.store import store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
-from ..operands import F32, Data
+from ..operands import F32, U32, Data
 from .config import Stem, StemOperands
 
-comptime U32 = DType.uint32
-"""Two numbers of 16 bits."""
 comptime WIDTH = 224
 """Columns of the image."""
 comptime COLUMNS = 112
@@ -156,7 +154,7 @@ struct Storage[op: StaticString](TrivialRegisterPassable):
     """Where its barriers lie."""
     comptime LOADED = Self.BARRIERS + STAGES * Pipeline.BARRIERS
     """Where the barrier of the weights lies."""
-    comptime BYTES = Self.LOADED + (8 if Self.op == NEXT else 0) + SWIZZLED
+    comptime BYTES = Self.LOADED + (Barrier.BYTES if Self.op == NEXT else 0) + SWIZZLED
     """Bytes of all, and what aligning them may take."""
 
     var data: UInt32
@@ -793,8 +791,16 @@ def _convolve[
 
 
 @always_inline
-def _largest(a: UInt32, b: UInt32) -> UInt32:
-    """Compares two pairs of halves that are not negative: their bits sort as integers do."""
+def largest(a: UInt32, b: UInt32) -> UInt32:
+    """Compares two pairs of halves that are not negative: their bits sort as integers do.
+
+    Args:
+        a: A pair.
+        b: Another.
+
+    Returns:
+        The larger half on each side.
+    """
     return bitcast[U32, 1](max(bitcast[DType.uint16, 2](a), bitcast[DType.uint16, 2](b)))
 
 
@@ -803,7 +809,7 @@ def _largest_of(a: Row, b: Row) -> Row:
     """Compares two rows."""
     var most = Row(fill=0)
     comptime for i in range(COLUMNS // 4):
-        most[i] = _largest(a[i], b[i])
+        most[i] = largest(a[i], b[i])
     return most
 
 
@@ -821,7 +827,7 @@ def _pool(row: Row, to: UInt32, left: UInt32, first: Bool):
         var even = (row[2 * j] & 0xFFFF) | (row[2 * j + 1] << 16)
         var odd = (row[2 * j] >> 16) | (row[2 * j + 1] & 0xFFFF0000)
         var around = warp.shuffle_idx(odd, left)
-        pooled[j] = _largest(_largest(even, odd), before if first else around)
+        pooled[j] = largest(largest(even, odd), before if first else around)
         before = around
     comptime for k in range(4):
         comptime j = min(4 * k, GROUPS - 4)
