@@ -485,7 +485,6 @@ def pingpong_gemms[
         rows=ROWS,
         columns=config.columns,
         width=ROW // size_of[dtype](),
-        splits=1,
         alpha=operands[0].alpha,
         constant=constant,
     )

@@ -49,7 +49,7 @@ from ..hopper.pipeline import Pipeline
 from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
-from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
+from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepCounter, produce_pixels
 from ..launch import launch
@@ -253,8 +253,18 @@ def resident_gemms[
     var plan = TilePlan[config](
         sizes[0], chunks=chunks, splits=splits, least=4, room=ROOM - SWIZZLED - POOLED
     )
-    var problem = tile_problem[config](
-        sizes, plan.box, width=WIDTH, splits=splits, alpha=operands[0].alpha, constant=constant
+    var tiles = Array[Int, products](fill=0)
+    comptime for i in range(products):
+        tiles[i] = plan.box.tiles(sizes[i])
+    var problem = Problem[products](
+        sizes,
+        rows=config.rows(),
+        columns=config.columns,
+        width=WIDTH,
+        splits=splits,
+        alpha=operands[0].alpha,
+        constant=constant,
+        tiles=tiles^,
     )
     var tensors = EpilogueTensors[dtype, products, False, epilogue.normed()](operands)
     comptime if epilogue.normed():

@@ -56,7 +56,6 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
 from ..hopper.store import StoringStage, sync_writes
 from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
@@ -579,11 +578,10 @@ def turned_gemm[
         rows=config.pixels,
         columns=config.filters,
         width=WIDTH,
-        splits=1,
         alpha=o.alpha,
         constant=constant,
+        tiles={[plan.box.tiles(g)]},
     )
-    problem.schedule = TileScheduler[1]([plan.box.tiles(g)], columns=ceildiv(g.f, config.filters))
     var tensors = EpilogueTensors[dtype, 1, epilogue.scales]([o])
     comptime if epilogue.scales:
         tensors.scales[0] = scales.value()
