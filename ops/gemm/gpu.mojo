@@ -425,7 +425,7 @@ def byte_tile[
     else:
         comptime config = TURNED[index - FIRST_TURNED].of_bytes(narrow=narrow)
         turned_gemm[dtype, epilogue, config, right](
-            g, rebind[Operands[dtype, dtype, right]](o), ctx, scales=scales
+            g, rebind[Operands[dtype, dtype, right]](o), ctx, scales={[scales]}
         )
 
 
@@ -626,7 +626,7 @@ def gemm_bytes_shortcut[
             if row.config == i:
                 comptime config = CONFIGS[i].halved() if narrow else CONFIGS[i]
                 hopper_shortcut[dtype, epilogue, config, dtype, right](
-                    g, o, beside, more, row.splits, ctx, scales=scales
+                    g, o, beside, more, row.splits, ctx, scales={[scales]}
                 )
                 return
     raise Error(NO_TILE)

@@ -290,7 +290,7 @@ def hopper_kernel[
     right: DType = dtype,
 ](
     maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
+    tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
 ):
     """Computes tiles, or a cluster's share of one.
@@ -482,7 +482,7 @@ def _consume[
     dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: Config, sources: Int
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[out, _, _, _],
+    tensors: EpilogueTensors[out, ...],
     problem: Problem[_],
     start: Start,
     exchange: Exchange[config.columns, config.groups, config.peers],
@@ -668,18 +668,11 @@ def hopper_gemms[
         If a tensor map cannot be made or the launch fails.
     """
     var maps = TensorMaps[4 * products]()
-    var tensors = EpilogueTensors[out, products, epilogue.scales, epilogue.normed()](operands)
-    comptime if epilogue.normed():
-        tensors.norm[0] = norm.value()
     comptime for i in range(products):
         _add_maps[dtype, epilogue, config, 4 * i](ctx, maps, sizes[i], operands[i])
-        comptime if epilogue.scales:
-            tensors.scales[i] = scales.value()[i]
-            if tensors.scales[i].residual.zero != 0:
-                raise Error("hopper_gemm: the integer 0 of the residual has to stand for 0")
     _enqueue[dtype, epilogue, config, products, 1, out, right](
         maps,
-        tensors,
+        EpilogueTensors[out, epilogue, products](operands, scales=scales, norm=norm),
         _problem[dtype, config](sizes, splits, operands[0].alpha, constant),
         ctx,
     )
@@ -695,7 +688,7 @@ def hopper_shortcut[
     splits: Int,
     ctx: DeviceContext,
     *,
-    scales: Optional[Scales] = None,
+    scales: Optional[Array[Scales, 1]] = None,
 ) raises:
     """Enqueues the sum of a convolution and one of windows of 1 x 1.
 
@@ -727,11 +720,8 @@ def hopper_shortcut[
     var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
     problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
     problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
-    var tensors = EpilogueTensors[out, 1, epilogue.scales, epilogue.normed()](
-        o.bias, more.bias, o.residual, o.y
-    )
-    comptime if epilogue.scales:
-        tensors.scales[0] = scales.value()
+    var tensors = EpilogueTensors[out, epilogue]([o], scales=scales)
+    tensors.bias2[0] = more.bias
     _enqueue[dtype, epilogue, config, 1, 2, out, right](maps, tensors, problem, ctx)
 
 
@@ -808,7 +798,7 @@ def _enqueue[
     right: DType = dtype,
 ](
     maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
+    tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
     ctx: DeviceContext,
 ) raises:

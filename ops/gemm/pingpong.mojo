@@ -199,7 +199,7 @@ def pingpong_kernel[
     right: DType = dtype,
 ](
     maps: TensorMaps[3 * products],
-    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
+    tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
     stages: Int32,
     boxes: Int32,
@@ -304,7 +304,7 @@ def _consume[
     dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: PingPong
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[out, _, _, _],
+    tensors: EpilogueTensors[out, ...],
     problem: Problem[_],
     filters: Pipeline,
     at_start: Pipeline,
@@ -488,12 +488,6 @@ def pingpong_gemms[
         alpha=operands[0].alpha,
         constant=constant,
     )
-    var tensors = EpilogueTensors[out, products, epilogue.scales, epilogue.normed()](operands)
-    comptime if epilogue.normed():
-        tensors.norm[0] = norm.value()
-    comptime if epilogue.scales:
-        comptime for i in range(products):
-            tensors.scales[i] = scales.value()[i]
     # A multiple of the tiles of filters, so that a block keeps to one; no more than there are tiles.
     var columns = Int(problem.schedule.columns)
     var blocks = max(products, Device(ctx).multiprocessors // columns) * columns
@@ -501,7 +495,7 @@ def pingpong_gemms[
     launch[pingpong_kernel[dtype, epilogue, config, products, out, right]](
         ctx,
         maps,
-        tensors,
+        EpilogueTensors[out, epilogue, products](operands, scales=scales, norm=norm),
         problem,
         Int32(config.stages[out](steps)),
         Int32(config.boxes[out](steps)),

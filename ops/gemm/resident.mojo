@@ -91,7 +91,7 @@ def resident_kernel[
     dtype: DType, epilogue: Epilogue, config: TileConfig, products: Int = 1
 ](
     maps: TensorMaps[2 * products],
-    tensors: EpilogueTensors[dtype, products, False, epilogue.normed()],
+    tensors: EpilogueTensors[dtype, epilogue, products],
     problem: Problem[products],
     plan: TilePlan[config],
 ):
@@ -266,13 +266,10 @@ def resident_gemms[
         constant=constant,
         tiles=tiles^,
     )
-    var tensors = EpilogueTensors[dtype, products, False, epilogue.normed()](operands)
-    comptime if epilogue.normed():
-        tensors.norm[0] = norm.value()
     launch[resident_kernel[dtype, epilogue, config, products]](
         ctx,
         _maps[config](ctx, sizes, operands, plan.box),
-        tensors,
+        EpilogueTensors[dtype, epilogue, products](operands, norm=norm),
         problem,
         plan,
         grid_dim=Int(problem.schedule.tiles) * splits,

@@ -281,7 +281,7 @@ def turned_kernel[
     dtype: DType, epilogue: Epilogue, config: TurnedConfig, right: DType = dtype
 ](
     maps: TensorMaps[4],
-    tensors: EpilogueTensors[dtype, 1, epilogue.scales],
+    tensors: EpilogueTensors[dtype, epilogue],
     problem: Problem[1],
     plan: TurnedPlan[config],
 ):
@@ -400,7 +400,7 @@ def _consume[
     dtype: DType, config: TurnedConfig, //, epilogue: Epilogue, right: DType
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype, 1, epilogue.scales],
+    tensors: EpilogueTensors[dtype, epilogue],
     problem: Problem[1],
     plan: TurnedPlan[config],
     storage: TurnedStorage[config],
@@ -543,7 +543,7 @@ def turned_gemm[
     ctx: DeviceContext,
     *,
     constant: Bool = True,
-    scales: Optional[Scales] = None,
+    scales: Optional[Array[Scales, 1]] = None,
 ) raises:
     """Enqueues a convolution of which the config has tiles.
 
@@ -582,13 +582,10 @@ def turned_gemm[
         constant=constant,
         tiles={[plan.box.tiles(g)]},
     )
-    var tensors = EpilogueTensors[dtype, 1, epilogue.scales]([o])
-    comptime if epilogue.scales:
-        tensors.scales[0] = scales.value()
     launch[turned_kernel[dtype, epilogue, config, right]](
         ctx,
         maps,
-        tensors,
+        EpilogueTensors[dtype, epilogue]([o], scales=scales),
         problem,
         plan,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors),

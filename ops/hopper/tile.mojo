@@ -196,7 +196,7 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
             self.inbox.expect(warps)
 
     @always_inline
-    def load_bias(self, i: Int32, tensors: EpilogueTensors[_, _, _, _], tile: Tile, filters: Int32):
+    def load_bias(self, i: Int32, tensors: EpilogueTensors[...], tile: Tile, filters: Int32):
         """Copies the bias of one of the tile's filters.
 
         Args:
@@ -220,7 +220,7 @@ def consume_tile[
 ](
     storage: TileStorage[config],
     steps: Some[Steps],
-    tensors: EpilogueTensors[dtype, 1, _, _],
+    tensors: EpilogueTensors[dtype, _, 1],
     problem: Problem[_],
     box: PixelBox[config.rows()],
     tile: Tile,

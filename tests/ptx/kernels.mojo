@@ -125,7 +125,7 @@ def rescaled[
     hopper_gemm[dtype, gelu, CONFIGS[4], dtype, right](g, o, 1, ctx, scales=Scales(bias))
     hopper_gemm[dtype, gelu, CONFIGS[5], dtype, right](g, o, 1, ctx, scales=Scales(bias))
     turned_gemm[dtype, gelu, TURNED[1].of_bytes(narrow=False), right](
-        g, o, ctx, scales=Scales(bias)
+        g, o, ctx, scales={[Scales(bias)]}
     )
     pingpong_gemm[dtype, gelu, PINGPONG[0], dtype, right](g, o, ctx, scales=Scales(bias))
     pingpong_gemm[dtype, gelu, PINGPONG[1], dtype, right](g, o, ctx, scales=Scales(bias))
@@ -158,7 +158,7 @@ def shortcuts[
     var o = Operands[dtype, dtype, right](y, x.unsafe_bitcast[Scalar[right]](), bias, y, y)
     comptime for i in range(len(configs)):
         hopper_shortcut[dtype, Epilogue(epilogue, scales=True), configs[i], dtype, right](
-            g, o, g, o, 1, ctx, scales=Scales(bias)
+            g, o, g, o, 1, ctx, scales={[Scales(bias)]}
         )
 
 
@@ -171,7 +171,7 @@ def turned_bytes[
         comptime config = TURNED[i].of_bytes(narrow=i == 0)
         comptime for j in range(len(epilogues)):
             turned_gemm[dtype, Epilogue(epilogues[j], scales=True), config, right](
-                g, o, ctx, scales=Scales(bias)
+                g, o, ctx, scales={[Scales(bias)]}
             )
 
 
