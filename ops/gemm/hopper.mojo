@@ -588,53 +588,7 @@ def _consume[
 
 
 def hopper_gemm[
-    dtype: DType, epilogue: Epilogue, config: Config, out: DType = dtype, right: DType = dtype
-](
-    g: Geometry,
-    o: Operands[dtype, out, right],
-    splits: Int,
-    ctx: DeviceContext,
-    *,
-    constant: Bool = True,
-    scales: Optional[Scales] = None,
-    norm: Optional[Norm] = None,
-) raises:
-    """Enqueues a convolution, or a matrix product.
-
-    Parameters:
-        dtype: Of x, and of w and y unless they are named.
-        epilogue: What the accumulator goes through.
-        config: Sizes of the tile.
-        out: Of the residual and y.
-        right: Of w.
-
-    Args:
-        g: Sizes; one group.
-        o: The tensors.
-        splits: Blocks that share a tile; 1 unless the config splits.
-        ctx: The GPU.
-        constant: Whether w is a weight, which no kernel writes.
-        scales: Of the sums and the residual, if the epilogue scales.
-        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures.
-
-    Raises:
-        If a tensor map cannot be made or the launch fails.
-    """
-    var of_one = Optional[Array[Scales, 1]](None)
-    comptime if epilogue.scales:
-        of_one = Array[Scales, 1](fill=scales.value())
-    hopper_gemms[dtype, epilogue, config, 1, out, right](
-        [g], [o], splits, ctx, constant=constant, scales=of_one, norm=norm
-    )
-
-
-def hopper_gemms[
-    dtype: DType,
-    epilogue: Epilogue,
-    config: Config,
-    products: Int,
-    out: DType = dtype,
-    right: DType = dtype,
+    dtype: DType, out: DType, right: DType, products: Int, //, epilogue: Epilogue, config: Config
 ](
     sizes: Array[Geometry, products],
     operands: Array[Operands[dtype, out, right], products],
@@ -645,15 +599,15 @@ def hopper_gemms[
     scales: Optional[Array[Scales, products]] = None,
     norm: Optional[Norm] = None,
 ) raises:
-    """Enqueues matrix products of the same K and F in one launch.
+    """Enqueues a convolution, or matrix products of the same K and F, in one launch.
 
     Parameters:
-        dtype: Of x, and of w and y unless they are named.
-        epilogue: What the accumulator goes through.
-        config: Sizes of the tile.
-        products: How many there are.
+        dtype: Of x.
         out: Of the residual and y.
         right: Of w.
+        products: How many there are.
+        epilogue: What the accumulator goes through.
+        config: Sizes of the tile.
 
     Args:
         sizes: Of each product; one group.
@@ -662,7 +616,7 @@ def hopper_gemms[
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
         scales: Of the sums and the residual of each, if the epilogue scales.
-        norm: As in `hopper_gemm`; of one product.
+        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures; of one product.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
@@ -679,7 +633,7 @@ def hopper_gemms[
 
 
 def hopper_shortcut[
-    dtype: DType, epilogue: Epilogue, config: Config, out: DType = dtype, right: DType = dtype
+    dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, config: Config
 ](
     g: Geometry,
     o: Operands[dtype, out, right],
@@ -693,11 +647,11 @@ def hopper_shortcut[
     """Enqueues the sum of a convolution and one of windows of 1 x 1.
 
     Parameters:
-        dtype: Of x, and of w and y unless they are named.
-        epilogue: What the sum goes through; it does not add.
-        config: Sizes of the tile.
+        dtype: Of x.
         out: Of y.
         right: Of w.
+        epilogue: What the sum goes through; it does not add.
+        config: Sizes of the tile.
 
     Args:
         g: Sizes; one group.

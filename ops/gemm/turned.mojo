@@ -536,7 +536,7 @@ def turned_tiles[config: TurnedConfig](g: Geometry, *, chunks: Int) -> Int:
 
 
 def turned_gemm[
-    dtype: DType, epilogue: Epilogue, config: TurnedConfig, right: DType = dtype
+    dtype: DType, right: DType, //, epilogue: Epilogue, config: TurnedConfig
 ](
     g: Geometry,
     o: Operands[dtype, dtype, right],
@@ -548,10 +548,10 @@ def turned_gemm[
     """Enqueues a convolution of which the config has tiles.
 
     Parameters:
-        dtype: Of x and y, of 16 or 8 bits, and of w unless that is named.
+        dtype: Of x and y, of 16 or 8 bits.
+        right: Of w.
         epilogue: What the accumulator goes through; in 8 bits it scales.
         config: The tile.
-        right: Of w.
 
     Args:
         g: Sizes; one group.
