@@ -77,7 +77,7 @@ struct Conv2dMean:
         var o = Operands[dtype](data(x), data(filter), data(bias), data(residual), data(images))
         if n == 1 and pixels <= TILE.rows() and ceildiv(g.c * size_of[dtype](), ROW) <= STEPS:
             o.y = data(y)
-            resident_gemm[dtype, Epilogue(epilogue, pools=True), TILE](g, o, 1, ctx)
+            resident_gemm[Epilogue(epilogue, pools=True), TILE]([g], [o], 1, ctx)
             return
         comptime layer = Layer(images.static_spec, x.static_spec, filter.static_spec, aligned=True)
         conv2d_gpu[dtype, Epilogue(epilogue), False, layer](g, o, ctx)

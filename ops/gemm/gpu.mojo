@@ -29,36 +29,27 @@ from ..epilogue import Epilogue, Output
 from ..geometry import Geometry
 from ..hopper.conv import takes
 from ..hopper.moments import Norm
-from ..hopper.shared import ROW
 from ..operands import F32, Batch, Data, Operands, Scales
 from ..target import HAS_MFMA, HAS_MMA, IS_HOPPER
 from .gemv import gemv, has_gemv, takes_gemv
-from .hopper import hopper_gemm, hopper_gemms, hopper_shortcut
+from .hopper import hopper_gemm, hopper_shortcut
 from .layer import Layer
 from .mma import mma_gemm
-from .pingpong import pingpong_gemm, pingpong_gemms
-from .resident import resident_gemm, resident_gemms
+from .pingpong import pingpong_gemm
+from .resident import resident_gemm
 from .tuning import (
-    BYTE_ROWS,
     CONFIGS,
     FIRST_PINGPONG,
     FIRST_RESIDENT,
     FIRST_TURNED,
-    LARGEST,
+    Family,
     PINGPONG,
     RESIDENT,
-    ROWS,
     TILES,
     TURNED,
-    TURNED_FILTERS,
-    alike,
     choose,
     chosen,
-    chosen_alike,
-    chosen_of_bytes,
-    narrowed,
     reached,
-    turned,
 )
 from .turned import turned_gemm
 
@@ -72,8 +63,6 @@ comptime PITCH = TILE + 4
 """Floats from one step of K to the next in shared memory; 4 more than needed, against conflicts."""
 comptime STAGE = DEPTH * PITCH
 """Floats of a stage of x, or of w."""
-comptime WIDEST = 128
-"""Filters of a tile at most where sums are rescaled: more of them leave the registers."""
 comptime NOT_ALIGNED = "gemm: the copy engine does not take these sizes, though aligned says so"
 """What a product is refused with that graphs/arrange.py should not have called aligned."""
 comptime NO_TILE = "gemm: the tile chosen is not compiled: the sizes are not those of the layer"
@@ -268,78 +257,128 @@ def gemm[
                 if constant and o.alpha == 1 and takes_gemv(g):
                     gemv[dtype, epilogue](g, o, ctx)
                     return
-            comptime WIDTH = ROW // size_of[dtype]()
-            comptime turns = (
-                layer.windows and dtype.is_half_float() and layer.filters < TURNED_FILTERS
-            )
-            comptime rows = reached[ROWS](layer, WIDTH, epilogue)
-            var device = Device(ctx)
-            var row = choose(materialize[rows](), g, WIDTH, epilogue, device)
-            comptime if turns:
-                row = turned(row, g, ceildiv(g.c, WIDTH), device)
-            comptime for i in range(TILES):
-                comptime if chosen(i, rows, epilogue, turns):
-                    if row.config == i:
-                        gemm_tile[dtype, epilogue, i](
-                            g, o, row.splits, ctx, constant=constant, norm=norm
-                        )
-                        return
-            raise Error(NO_TILE)
+            comptime bytes = size_of[dtype]()
+            comptime family = Family(layer, bytes, epilogue, turns=bytes == 2)
+
+            def tile[index: Int](splits: Int) raises {imm}:
+                enqueue_tile[index, epilogue]([g], [o], splits, ctx, constant=constant, norm=norm)
+
+            _in_tile[family](tile, g, ctx)
+            return
     comptime assert (
         hopper and layer.aligned
     ) or not epilogue.normed(), "gemm: rows are normalised on Hopper, of aligned sizes"
     comptime if hopper and layer.aligned:
         raise Error(NOT_ALIGNED)
     else:
-        comptime kernel = (
-            mma_gemm[dtype, epilogue, k_major] if rounds
-            and (HAS_MMA or HAS_MFMA) else gemm_portable[dtype, epilogue, k_major]
-        )
-        kernel(g, o, batch, ctx)
+        _gemm_elsewhere[dtype, epilogue, k_major, tf32](g, o, batch, ctx)
 
 
-def gemm_tile[
-    dtype: DType, epilogue: Epilogue, index: Int
+def _gemm_elsewhere[
+    dtype: DType, epilogue: Epilogue, k_major: Bool, tf32: Bool
+](g: Geometry, o: Operands[dtype], batch: Batch, ctx: DeviceContext) raises:
+    """Enqueues products of any sizes: by mma.sync or mfma where the GPU has it, else on its cores."""
+    comptime rounds = dtype.is_half_float() or (tf32 and HAS_MMA)
+    comptime kernel = (
+        mma_gemm[dtype, epilogue, k_major] if rounds
+        and (HAS_MMA or HAS_MFMA) else gemm_portable[dtype, epilogue, k_major]
+    )
+    kernel(g, o, batch, ctx)
+
+
+@always_inline
+def _in_tile[
+    Launch: def[index: Int](Int) raises -> None, //, family: Family
+](launch: Launch, g: Geometry, ctx: DeviceContext, *, beside: Int = 0) raises:
+    """Calls `launch` with the number of the tile that a product gets, and with its splits.
+
+    Compiled are the tiles that the family's products may get.
+    """
+    comptime rows = reached(family)
+    comptime tiles = chosen(rows, family)
+    var row = choose[family.turns, family.bytes == 1](
+        materialize[rows](), g, materialize[family](), Device(ctx), beside
+    )
+    comptime for i in range(TILES):
+        comptime if tiles >> i & 1:
+            if row.config == i:
+                launch[i](row.splits)
+                return
+    raise Error(NO_TILE)
+
+
+def enqueue_tile[
+    dtype: DType,
+    out: DType,
+    right: DType,
+    products: Int,
+    //,
+    index: Int,
+    epilogue: Epilogue,
+    narrow: Bool = False,
 ](
-    g: Geometry,
-    o: Operands[dtype],
+    sizes: Array[Geometry, products],
+    operands: Array[Operands[dtype, out, right], products],
     splits: Int,
     ctx: DeviceContext,
     *,
     constant: Bool = True,
+    scales: Optional[Array[Scales, products]] = None,
     norm: Optional[Norm] = None,
 ) raises:
-    """Enqueues a product on Hopper, in one of the tiles that tuning.mojo lists.
+    """Enqueues a product, or several of the same K and F, in one of the tiles that tuning.mojo lists.
 
     Parameters:
-        dtype: Of x, w and y.
+        dtype: Of x.
+        out: Of the residual and y.
+        right: Of w.
+        products: How many there are.
+        index: Of the tile, as a row's `config`.
         epilogue: What the accumulator goes through.
-        index: As a row's `config`.
+        narrow: As `gemm_bytes` has it.
 
     Args:
-        g: Sizes; one group.
-        o: The tensors.
+        sizes: Of each product; one group.
+        operands: The tensors of each.
         splits: Blocks that share a tile.
         ctx: The GPU.
-        constant: Whether w is a weight, which no kernel writes.
+        constant: Whether w of each is a weight, which no kernel writes.
+        scales: Of the sums and the residual of each, if the epilogue scales.
         norm: As `gemm` has it.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
     comptime if index < FIRST_RESIDENT:
-        hopper_gemm[dtype, epilogue, CONFIGS[index]](
-            g, o, splits, ctx, constant=constant, norm=norm
+        comptime config = CONFIGS[index].halved() if narrow else CONFIGS[index]
+        hopper_gemm[epilogue, config](
+            sizes, operands, splits, ctx, constant=constant, scales=scales, norm=norm
         )
     elif index < FIRST_PINGPONG:
         comptime config = RESIDENT[index - FIRST_RESIDENT]
-        resident_gemm[dtype, epilogue, config](g, o, splits, ctx, constant=constant, norm=norm)
+        resident_gemm[epilogue, config](
+            sizes,
+            rebind[Array[Operands[dtype], products]](operands),
+            splits,
+            ctx,
+            constant=constant,
+            norm=norm,
+        )
     elif index < FIRST_TURNED:
         comptime config = PINGPONG[index - FIRST_PINGPONG]
-        pingpong_gemm[dtype, epilogue, config](g, o, ctx, constant=constant, norm=norm)
+        pingpong_gemm[epilogue, config](
+            sizes, operands, ctx, constant=constant, scales=scales, norm=norm
+        )
     else:
-        comptime config = TURNED[index - FIRST_TURNED]
-        turned_gemm[dtype, epilogue, config](g, o, ctx, constant=constant)
+        comptime whole = TURNED[index - FIRST_TURNED]
+        comptime config = whole.of_bytes(narrow=narrow) if size_of[dtype]() == 1 else whole
+        turned_gemm[epilogue, config](
+            sizes[0],
+            rebind[Operands[dtype, dtype, right]](operands[0]),
+            ctx,
+            constant=constant,
+            scales=rebind[Optional[Array[Scales, 1]]](scales),
+        )
 
 
 def gemm_bytes[
@@ -372,61 +411,11 @@ def gemm_bytes[
     comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
     if not takes[dtype, out](g):
         raise Error(NOT_ALIGNED)
-    comptime rows = reached[BYTE_ROWS](layer, ROW, epilogue)
-    var device = Device(ctx)
-    var row = choose(materialize[rows](), g, ROW, epilogue, device)
-    comptime if layer.windows and out == dtype and layer.filters < TURNED_FILTERS:
-        # Few channels have few filters: the tile whose filters stay is for these.
-        comptime index = FIRST_TURNED + (0 if narrow else 1)
-        if turned[bytes=True](row, g, ceildiv(g.c, ROW), device).config == index:
-            byte_tile[dtype, right, out, epilogue, narrow, index](g, o, 1, scales, ctx)
-            return
-    comptime if narrow:
-        row = alike(row)
-    comptime for i in range(FIRST_TURNED):
-        comptime if chosen_of_bytes(i, rows, epilogue, narrow):
-            if row.config == i:
-                byte_tile[dtype, right, out, epilogue, narrow, i](g, o, row.splits, scales, ctx)
-                return
-    raise Error(NO_TILE)
 
+    def tile[index: Int](splits: Int) raises {imm}:
+        enqueue_tile[index, epilogue, narrow]([g], [o], splits, ctx, scales={[scales]})
 
-def byte_tile[
-    dtype: DType, right: DType, out: DType, epilogue: Epilogue, narrow: Bool, index: Int
-](
-    g: Geometry, o: Operands[dtype, out, right], splits: Int, scales: Scales, ctx: DeviceContext
-) raises:
-    """Enqueues a product of 8-bit numbers in one of the tiles of CONFIGS, PINGPONG or TURNED.
-
-    Parameters:
-        dtype: As `gemm_bytes` has it; so are the next four.
-        right: See `dtype`.
-        out: See `dtype`.
-        epilogue: See `dtype`.
-        narrow: See `dtype`.
-        index: Of the tile.
-
-    Args:
-        g: As `gemm_bytes` has it.
-        o: See `g`.
-        splits: Blocks that share a tile.
-        scales: See `g`.
-        ctx: The GPU.
-
-    Raises:
-        If the launch fails.
-    """
-    comptime if index < len(CONFIGS):
-        comptime config = CONFIGS[index].halved() if narrow else CONFIGS[index]
-        hopper_gemm[dtype, epilogue, config, out, right](g, o, splits, ctx, scales=scales)
-    elif index < FIRST_TURNED:
-        comptime config = PINGPONG[index - FIRST_PINGPONG]
-        pingpong_gemm[dtype, epilogue, config, out, right](g, o, ctx, scales=scales)
-    else:
-        comptime config = TURNED[index - FIRST_TURNED].of_bytes(narrow=narrow)
-        turned_gemm[dtype, epilogue, config, right](
-            g, rebind[Operands[dtype, dtype, right]](o), ctx, scales=scales
-        )
+    _in_tile[Family(layer, 1, epilogue, narrow=narrow, turns=out == dtype)](tile, g, ctx)
 
 
 def gemm_group[
@@ -451,34 +440,20 @@ def gemm_group[
         If a launch fails, or sizes are not aligned though they should be.
     """
     comptime hopper = IS_HOPPER and (dtype.is_half_float() or tf32)
+    comptime none = Epilogue("none")
     comptime if hopper:
         if takes[dtype](sizes[0]):
-            comptime WIDTH = ROW // size_of[dtype]()
-            comptime none = Epilogue("none")
-            comptime rows = reached[ROWS](layer, WIDTH, none)
-            var row = choose(materialize[rows](), _together(sizes), WIDTH, none, Device(ctx))
-            comptime for i in range(FIRST_TURNED):
-                comptime if chosen(i, rows, none, windows=False):
-                    if row.config == i:
-                        comptime if i < FIRST_RESIDENT:
-                            hopper_gemms[dtype, none, CONFIGS[i], products](
-                                sizes, operands, row.splits, ctx
-                            )
-                        elif i < FIRST_PINGPONG:
-                            resident_gemms[dtype, none, RESIDENT[i - FIRST_RESIDENT], products](
-                                sizes, operands, row.splits, ctx
-                            )
-                        else:
-                            pingpong_gemms[dtype, none, PINGPONG[i - FIRST_PINGPONG], products](
-                                sizes, operands, ctx
-                            )
-                        return
-            raise Error(NO_TILE)
+
+            def tile[index: Int](splits: Int) raises {imm}:
+                enqueue_tile[index, none](sizes, operands, splits, ctx)
+
+            _in_tile[Family(layer, size_of[dtype](), none)](tile, _together(sizes), ctx)
+            return
     comptime if hopper and layer.aligned:
         raise Error(NOT_ALIGNED)
     else:
         comptime for i in range(products):
-            gemm[dtype, Epilogue("none"), True, tf32](sizes[i], operands[i], Batch(), ctx)
+            _gemm_elsewhere[dtype, none, True, tf32](sizes[i], operands[i], Batch(), ctx)
 
 
 def gemm_bytes_group[
@@ -511,22 +486,11 @@ def gemm_bytes_group[
     comptime epilogue = Epilogue("none", scales=True)
     if not takes[dtype, out](sizes[0]):
         raise Error(NOT_ALIGNED)
-    comptime rows = reached[BYTE_ROWS](layer, ROW, epilogue)
-    var row = choose(materialize[rows](), _together(sizes), ROW, epilogue, Device(ctx))
-    comptime for i in range(FIRST_TURNED):
-        comptime if chosen_of_bytes(i, rows, epilogue, narrow=False):
-            if row.config == i:
-                comptime if i < FIRST_RESIDENT:
-                    hopper_gemms[dtype, epilogue, CONFIGS[i], products, out, right](
-                        sizes, operands, row.splits, ctx, scales=scales.copy()
-                    )
-                else:
-                    comptime config = PINGPONG[i - FIRST_PINGPONG]
-                    pingpong_gemms[dtype, epilogue, config, products, out, right](
-                        sizes, operands, ctx, scales=scales.copy()
-                    )
-                return
-    raise Error(NO_TILE)
+
+    def tile[index: Int](splits: Int) raises {imm}:
+        enqueue_tile[index, epilogue](sizes, operands, splits, ctx, scales=scales.copy())
+
+    _in_tile[Family(layer, 1, epilogue)](tile, _together(sizes), ctx)
 
 
 def _together[products: Int, //](sizes: Array[Geometry, products]) -> Geometry:
@@ -562,19 +526,14 @@ def gemm_shortcut[
     comptime hopper = IS_HOPPER and (dtype.is_half_float() or tf32)
     comptime if hopper:
         if takes[dtype](g) and takes[dtype](beside):
-            comptime WIDTH = ROW // size_of[dtype]()
-            var steps = ceildiv(beside.c, WIDTH)
             comptime relu = Epilogue("relu")
-            comptime rows = reached[ROWS](layer, WIDTH, relu)
-            var row = alike(choose(materialize[rows](), g, WIDTH, relu, Device(ctx), steps))
-            comptime for i in range(len(CONFIGS)):
-                comptime if chosen_alike(i, rows, CONFIGS[LARGEST].columns):
-                    if row.config == i:
-                        hopper_shortcut[dtype, relu, CONFIGS[i]](
-                            g, o, beside, more, row.splits, ctx
-                        )
-                        return
-            raise Error(NO_TILE)
+            comptime family = Family(layer, size_of[dtype](), relu, sources=2)
+
+            def tile[index: Int](splits: Int) raises {imm}:
+                hopper_shortcut[relu, CONFIGS[index]](g, o, beside, more, splits, ctx)
+
+            _in_tile[family](tile, g, ctx, beside=beside.c)
+            return
     comptime if hopper and layer.aligned:
         raise Error(NOT_ALIGNED)
     else:
@@ -617,19 +576,12 @@ def gemm_bytes_shortcut[
     comptime assert IS_HOPPER, "gemm: 8-bit numbers are multiplied on Hopper (sm_90a)"
     if not (takes[dtype](g) and takes[dtype](beside)):
         raise Error(NOT_ALIGNED)
-    comptime rows = reached[BYTE_ROWS](layer, ROW, epilogue)
-    var steps = ceildiv(beside.c, ROW)
-    var found = choose(materialize[rows](), g, ROW, epilogue, Device(ctx), steps)
-    var row = narrowed(alike(found), WIDEST)
-    comptime for i in range(len(CONFIGS)):
-        comptime if chosen_alike(i, rows, WIDEST):
-            if row.config == i:
-                comptime config = CONFIGS[i].halved() if narrow else CONFIGS[i]
-                hopper_shortcut[dtype, epilogue, config, dtype, right](
-                    g, o, beside, more, row.splits, ctx, scales=scales
-                )
-                return
-    raise Error(NO_TILE)
+
+    def tile[index: Int](splits: Int) raises {imm}:
+        comptime config = CONFIGS[index].halved() if narrow else CONFIGS[index]
+        hopper_shortcut[epilogue, config](g, o, beside, more, splits, ctx, scales={[scales]})
+
+    _in_tile[Family(layer, 1, epilogue, narrow=narrow, sources=2)](tile, g, ctx, beside=beside.c)
 
 
 def gemm_portable[

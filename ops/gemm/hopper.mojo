@@ -290,7 +290,7 @@ def hopper_kernel[
     right: DType = dtype,
 ](
     maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
+    tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
 ):
     """Computes tiles, or a cluster's share of one.
@@ -482,7 +482,7 @@ def _consume[
     dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: Config, sources: Int
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[out, _, _, _],
+    tensors: EpilogueTensors[out, ...],
     problem: Problem[_],
     start: Start,
     exchange: Exchange[config.columns, config.groups, config.peers],
@@ -588,53 +588,7 @@ def _consume[
 
 
 def hopper_gemm[
-    dtype: DType, epilogue: Epilogue, config: Config, out: DType = dtype, right: DType = dtype
-](
-    g: Geometry,
-    o: Operands[dtype, out, right],
-    splits: Int,
-    ctx: DeviceContext,
-    *,
-    constant: Bool = True,
-    scales: Optional[Scales] = None,
-    norm: Optional[Norm] = None,
-) raises:
-    """Enqueues a convolution, or a matrix product.
-
-    Parameters:
-        dtype: Of x, and of w and y unless they are named.
-        epilogue: What the accumulator goes through.
-        config: Sizes of the tile.
-        out: Of the residual and y.
-        right: Of w.
-
-    Args:
-        g: Sizes; one group.
-        o: The tensors.
-        splits: Blocks that share a tile; 1 unless the config splits.
-        ctx: The GPU.
-        constant: Whether w is a weight, which no kernel writes.
-        scales: Of the sums and the residual, if the epilogue scales.
-        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures.
-
-    Raises:
-        If a tensor map cannot be made or the launch fails.
-    """
-    var of_one = Optional[Array[Scales, 1]](None)
-    comptime if epilogue.scales:
-        of_one = Array[Scales, 1](fill=scales.value())
-    hopper_gemms[dtype, epilogue, config, 1, out, right](
-        [g], [o], splits, ctx, constant=constant, scales=of_one, norm=norm
-    )
-
-
-def hopper_gemms[
-    dtype: DType,
-    epilogue: Epilogue,
-    config: Config,
-    products: Int,
-    out: DType = dtype,
-    right: DType = dtype,
+    dtype: DType, out: DType, right: DType, products: Int, //, epilogue: Epilogue, config: Config
 ](
     sizes: Array[Geometry, products],
     operands: Array[Operands[dtype, out, right], products],
@@ -645,15 +599,15 @@ def hopper_gemms[
     scales: Optional[Array[Scales, products]] = None,
     norm: Optional[Norm] = None,
 ) raises:
-    """Enqueues matrix products of the same K and F in one launch.
+    """Enqueues a convolution, or matrix products of the same K and F, in one launch.
 
     Parameters:
-        dtype: Of x, and of w and y unless they are named.
-        epilogue: What the accumulator goes through.
-        config: Sizes of the tile.
-        products: How many there are.
+        dtype: Of x.
         out: Of the residual and y.
         right: Of w.
+        products: How many there are.
+        epilogue: What the accumulator goes through.
+        config: Sizes of the tile.
 
     Args:
         sizes: Of each product; one group.
@@ -662,31 +616,24 @@ def hopper_gemms[
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
         scales: Of the sums and the residual of each, if the epilogue scales.
-        norm: As in `hopper_gemm`; of one product.
+        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures; of one product.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
     var maps = TensorMaps[4 * products]()
-    var tensors = EpilogueTensors[out, products, epilogue.scales, epilogue.normed()](operands)
-    comptime if epilogue.normed():
-        tensors.norm[0] = norm.value()
     comptime for i in range(products):
         _add_maps[dtype, epilogue, config, 4 * i](ctx, maps, sizes[i], operands[i])
-        comptime if epilogue.scales:
-            tensors.scales[i] = scales.value()[i]
-            if tensors.scales[i].residual.zero != 0:
-                raise Error("hopper_gemm: the integer 0 of the residual has to stand for 0")
     _enqueue[dtype, epilogue, config, products, 1, out, right](
         maps,
-        tensors,
+        EpilogueTensors[out, epilogue, products](operands, scales=scales, norm=norm),
         _problem[dtype, config](sizes, splits, operands[0].alpha, constant),
         ctx,
     )
 
 
 def hopper_shortcut[
-    dtype: DType, epilogue: Epilogue, config: Config, out: DType = dtype, right: DType = dtype
+    dtype: DType, out: DType, right: DType, //, epilogue: Epilogue, config: Config
 ](
     g: Geometry,
     o: Operands[dtype, out, right],
@@ -695,16 +642,16 @@ def hopper_shortcut[
     splits: Int,
     ctx: DeviceContext,
     *,
-    scales: Optional[Scales] = None,
+    scales: Optional[Array[Scales, 1]] = None,
 ) raises:
     """Enqueues the sum of a convolution and one of windows of 1 x 1.
 
     Parameters:
-        dtype: Of x, and of w and y unless they are named.
-        epilogue: What the sum goes through; it does not add.
-        config: Sizes of the tile.
+        dtype: Of x.
         out: Of y.
         right: Of w.
+        epilogue: What the sum goes through; it does not add.
+        config: Sizes of the tile.
 
     Args:
         g: Sizes; one group.
@@ -727,11 +674,8 @@ def hopper_shortcut[
     var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
     problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
     problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
-    var tensors = EpilogueTensors[out, 1, epilogue.scales, epilogue.normed()](
-        o.bias, more.bias, o.residual, o.y
-    )
-    comptime if epilogue.scales:
-        tensors.scales[0] = scales.value()
+    var tensors = EpilogueTensors[out, epilogue]([o], scales=scales)
+    tensors.bias2[0] = more.bias
     _enqueue[dtype, epilogue, config, 1, 2, out, right](maps, tensors, problem, ctx)
 
 
@@ -808,7 +752,7 @@ def _enqueue[
     right: DType = dtype,
 ](
     maps: TensorMaps[4 * products + 2 * (sources - 1)],
-    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
+    tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
     ctx: DeviceContext,
 ) raises:

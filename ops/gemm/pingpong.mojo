@@ -197,7 +197,7 @@ def pingpong_kernel[
     right: DType = dtype,
 ](
     maps: TensorMaps[3 * products],
-    tensors: EpilogueTensors[out, products, epilogue.scales, epilogue.normed()],
+    tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
     stages: Int32,
     boxes: Int32,
@@ -302,7 +302,7 @@ def _consume[
     dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: PingPong
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[out, _, _, _],
+    tensors: EpilogueTensors[out, ...],
     problem: Problem[_],
     filters: Pipeline,
     at_start: Pipeline,
@@ -395,51 +395,7 @@ def _consume[
 
 
 def pingpong_gemm[
-    dtype: DType, epilogue: Epilogue, config: PingPong, out: DType = dtype, right: DType = dtype
-](
-    g: Geometry,
-    o: Operands[dtype, out, right],
-    ctx: DeviceContext,
-    *,
-    constant: Bool = True,
-    scales: Optional[Scales] = None,
-    norm: Optional[Norm] = None,
-) raises:
-    """Enqueues a convolution, or a matrix product.
-
-    Parameters:
-        dtype: Of x, and of w and y unless they are named.
-        epilogue: What the accumulator goes through; it does not add.
-        config: Consumers and filters, which take the product.
-        out: Of y.
-        right: Of w.
-
-    Args:
-        g: Sizes; one group.
-        o: The tensors.
-        ctx: The GPU.
-        constant: Whether w is a weight, which no kernel writes.
-        scales: Of the sums, if the epilogue scales.
-        norm: Moments of the rows of x, if the epilogue normalises.
-
-    Raises:
-        If a tensor map cannot be made or the launch fails.
-    """
-    var of_one = Optional[Array[Scales, 1]](None)
-    comptime if epilogue.scales:
-        of_one = Array[Scales, 1](fill=scales.value())
-    pingpong_gemms[dtype, epilogue, config, 1, out, right](
-        [g], [o], ctx, constant=constant, scales=of_one, norm=norm
-    )
-
-
-def pingpong_gemms[
-    dtype: DType,
-    epilogue: Epilogue,
-    config: PingPong,
-    products: Int,
-    out: DType = dtype,
-    right: DType = dtype,
+    dtype: DType, out: DType, right: DType, products: Int, //, epilogue: Epilogue, config: PingPong
 ](
     sizes: Array[Geometry, products],
     operands: Array[Operands[dtype, out, right], products],
@@ -449,15 +405,15 @@ def pingpong_gemms[
     scales: Optional[Array[Scales, products]] = None,
     norm: Optional[Norm] = None,
 ) raises:
-    """Enqueues products of the same K and F in one launch.
+    """Enqueues a convolution, or matrix products of the same K and F, in one launch.
 
     Parameters:
-        dtype: Of x, and of w and y unless they are named.
-        epilogue: What the accumulator goes through; it does not add.
-        config: Consumers and filters, which take the products.
-        products: How many there are.
+        dtype: Of x.
         out: Of y.
         right: Of w.
+        products: How many there are.
+        epilogue: What the accumulator goes through; it does not add.
+        config: Consumers and filters, which take the products.
 
     Args:
         sizes: Of each product; one group.
@@ -465,7 +421,7 @@ def pingpong_gemms[
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
         scales: Of the sums of each, if the epilogue scales.
-        norm: As in `pingpong_gemm`; of one product.
+        norm: Moments of the rows of x, if the epilogue normalises; of one product.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
@@ -483,16 +439,9 @@ def pingpong_gemms[
         rows=ROWS,
         columns=config.columns,
         width=ROW // size_of[dtype](),
-        splits=1,
         alpha=operands[0].alpha,
         constant=constant,
     )
-    var tensors = EpilogueTensors[out, products, epilogue.scales, epilogue.normed()](operands)
-    comptime if epilogue.normed():
-        tensors.norm[0] = norm.value()
-    comptime if epilogue.scales:
-        comptime for i in range(products):
-            tensors.scales[i] = scales.value()[i]
     # A multiple of the tiles of filters, so that a block keeps to one; no more than there are tiles.
     var columns = Int(problem.schedule.columns)
     var blocks = max(products, Device(ctx).multiprocessors // columns) * columns
@@ -500,7 +449,7 @@ def pingpong_gemms[
     launch[pingpong_kernel[dtype, epilogue, config, products, out, right]](
         ctx,
         maps,
-        tensors,
+        EpilogueTensors[out, epilogue, products](operands, scales=scales, norm=norm),
         problem,
         Int32(config.stages[out](steps)),
         Int32(config.boxes[out](steps)),

@@ -49,7 +49,7 @@ from ..hopper.pipeline import Pipeline
 from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
-from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
+from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepCounter, produce_pixels
 from ..launch import launch
@@ -91,7 +91,7 @@ def resident_kernel[
     dtype: DType, epilogue: Epilogue, config: TileConfig, products: Int = 1
 ](
     maps: TensorMaps[2 * products],
-    tensors: EpilogueTensors[dtype, products, False, epilogue.normed()],
+    tensors: EpilogueTensors[dtype, epilogue, products],
     problem: Problem[products],
     plan: TilePlan[config],
 ):
@@ -181,39 +181,7 @@ def _produce_filters[
 
 
 def resident_gemm[
-    dtype: DType, epilogue: Epilogue, config: TileConfig
-](
-    g: Geometry,
-    o: Operands[dtype],
-    splits: Int,
-    ctx: DeviceContext,
-    *,
-    constant: Bool = True,
-    norm: Optional[Norm] = None,
-) raises:
-    """Enqueues a convolution, or a matrix product.
-
-    Parameters:
-        dtype: Of x, w and y.
-        epilogue: What the accumulator goes through.
-        config: The tile.
-
-    Args:
-        g: Sizes; one group.
-        o: The tensors.
-        splits: Blocks that share a tile: 1, or if the config splits 2, 4 or 8.
-        ctx: The GPU.
-        constant: Whether w is a weight, which no kernel writes.
-        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures.
-
-    Raises:
-        If a tensor map cannot be made or the launch fails.
-    """
-    resident_gemms[dtype, epilogue, config, 1]([g], [o], splits, ctx, constant=constant, norm=norm)
-
-
-def resident_gemms[
-    dtype: DType, epilogue: Epilogue, config: TileConfig, products: Int
+    dtype: DType, products: Int, //, epilogue: Epilogue, config: TileConfig
 ](
     sizes: Array[Geometry, products],
     operands: Array[Operands[dtype], products],
@@ -223,21 +191,21 @@ def resident_gemms[
     constant: Bool = True,
     norm: Optional[Norm] = None,
 ) raises:
-    """Enqueues products of the same K and F in one launch; more than one have no windows.
+    """Enqueues a convolution, or matrix products of the same K and F, in one launch.
 
     Parameters:
         dtype: Of x, w and y.
+        products: How many there are; more than one have no windows.
         epilogue: What the accumulator goes through.
         config: The tile.
-        products: How many there are.
 
     Args:
         sizes: Of each product; one group.
         operands: The tensors of each; all have the alpha of the first.
-        splits: As in `resident_gemm`.
+        splits: Blocks that share a tile: 1, or if the config splits 2, 4 or 8.
         ctx: The GPU.
         constant: Whether w of each is a weight, which no kernel writes.
-        norm: As in `resident_gemm`; of one product.
+        norm: Moments of the rows of x, or of y, if the epilogue normalises or measures; of one product.
 
     Raises:
         If a tensor map cannot be made or the launch fails.
@@ -246,23 +214,30 @@ def resident_gemms[
     comptime POOLED = 16 * config.columns if epilogue.pools else 0
     """Bytes for what four warps have of the columns' means."""
     comptime if epilogue.pools:
-        comptime assert products == 1, "resident_gemms: a mean is that of one product"
+        comptime assert products == 1, "resident_gemm: a mean is that of one product"
         if sizes[0].pixels() > config.rows() or not sizes[0].pointwise():
-            raise Error("resident_gemms: a mean is that of one tile of rows")
+            raise Error("resident_gemm: a mean is that of one tile of rows")
     var chunks = ceildiv(sizes[0].c, WIDTH)
     var plan = TilePlan[config](
         sizes[0], chunks=chunks, splits=splits, least=4, room=ROOM - SWIZZLED - POOLED
     )
-    var problem = tile_problem[config](
-        sizes, plan.box, width=WIDTH, splits=splits, alpha=operands[0].alpha, constant=constant
+    var tiles = Array[Int, products](fill=0)
+    comptime for i in range(products):
+        tiles[i] = plan.box.tiles(sizes[i])
+    var problem = Problem[products](
+        sizes,
+        rows=config.rows(),
+        columns=config.columns,
+        width=WIDTH,
+        splits=splits,
+        alpha=operands[0].alpha,
+        constant=constant,
+        tiles=tiles^,
     )
-    var tensors = EpilogueTensors[dtype, products, False, epilogue.normed()](operands)
-    comptime if epilogue.normed():
-        tensors.norm[0] = norm.value()
     launch[resident_kernel[dtype, epilogue, config, products]](
         ctx,
         _maps[config](ctx, sizes, operands, plan.box),
-        tensors,
+        EpilogueTensors[dtype, epilogue, products](operands, norm=norm),
         problem,
         plan,
         grid_dim=Int(problem.schedule.tiles) * splits,

@@ -18,7 +18,7 @@ from ..hopper.pixel_box import PixelBox
 from ..hopper.shared import ROW
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands, Scales
-from .gpu import byte_tile, gemm_portable, gemm_tile
+from .gpu import enqueue_tile, gemm_portable
 from .tuning import (
     CONFIGS,
     FIRST_PINGPONG,
@@ -129,15 +129,11 @@ struct Tuner[dtype: DType, right: DType]:
             var scales = Scales(rebind[Data[F32]](self.scales.unsafe_ptr()))
             comptime for narrow in [False, True]:
                 if narrow == self.is_narrow(g):
-                    byte_tile[U8, I8, U8, scaled, narrow, index](
-                        g,
-                        rebind[Operands[U8, U8, I8]](o),
-                        splits,
-                        scales,
-                        self.bench.ctx,
+                    enqueue_tile[index, scaled, narrow](
+                        [g], [o], splits, self.bench.ctx, scales={[scales]}
                     )
         else:
-            gemm_tile[HALF, epilogue, index](g, rebind[Operands[HALF]](o), splits, self.bench.ctx)
+            enqueue_tile[index, epilogue]([g], [o], splits, self.bench.ctx)
 
     def is_narrow(self, g: Geometry) -> Bool:
         """Tells whether the stages of a product of 8-bit numbers have half of 128 bytes.

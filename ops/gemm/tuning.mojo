@@ -8,11 +8,13 @@ these pad F by (twice), and how full the GPU is in the last turn of tiles of 192
 (a half each): of 891 products, each left out of the table once, 96 % ran within 20 % of their best
 tile, 95 % without the last two (H200, 2026-11-24). Where a GPU has other than the H200's 132
 multiprocessors, its tiles are counted by multiprocessor, and the turns are its own.
+
+`choose` finds the tile while the op runs. The compiler asks `reached` and `chosen` which tiles those may
+be, and compiles no others. What a `Family` of products makes of a row, `Family.tile` tells both.
 """
 
 from std.bit import bit_width
 from std.math import ceildiv
-from std.utils.static_tuple import StaticTuple
 
 from ..choice import Cheapest
 from ..device import Device
@@ -848,155 +850,173 @@ comptime BYTE_ROWS: List[Row] = [
 """The table of products of 8-bit numbers: steps are of 128 channels, tiles not those of RESIDENT."""
 
 
-def choose(
-    rows: List[Row], g: Geometry, width: Int, epilogue: Epilogue, device: Device, more: Int = 0
-) -> Row:
+struct Family(TrivialRegisterPassable):
+    """The products of a layer at all batch sizes: what, besides sizes, their tiles depend on."""
+
+    var layer: Layer
+    """What is known of the sizes."""
+    var bytes: Int
+    """Of a number of x: 1, which has a table of its own, 2 or 4."""
+    var epilogue: Epilogue
+    """What the accumulator goes through."""
+    var narrow: Bool
+    """Whether stages have half of 128 bytes."""
+    var sources: Int
+    """2 if the product of a second source is added, else 1."""
+    var turns: Bool
+    """Whether tiles of TURNED may be faster."""
+
+    def __init__(
+        out self,
+        layer: Layer,
+        bytes: Int,
+        epilogue: Epilogue,
+        *,
+        narrow: Bool = False,
+        sources: Int = 1,
+        turns: Bool = False,
+    ):
+        """Names the parts.
+
+        Args:
+            layer: What is known of the sizes.
+            bytes: Of a number of x.
+            epilogue: What the accumulator goes through.
+            narrow: Whether stages have half of 128 bytes.
+            sources: Of the sum.
+            turns: Whether turned.mojo takes the dtypes.
+        """
+        self.layer, self.bytes, self.epilogue = layer, bytes, epilogue
+        self.narrow, self.sources = narrow, sources
+        self.turns = turns and layer.windows and layer.filters < TURNED_FILTERS
+
+    def width(self) -> Int:
+        """Counts the channels of a step of K.
+
+        Returns:
+            Those of 128 bytes.
+        """
+        return ROW // self.bytes
+
+    def tile(self, row: Row, *, few: Bool) -> Row:
+        """Finds the tile of a product: its row's, or one that computes it, or computes it faster.
+
+        Args:
+            row: The nearest row.
+            few: Whether there are at most two tiles of 64 x 64 for each multiprocessor.
+
+        Returns:
+            The row, with the tile and the splits.
+        """
+        var found = row
+        if self.narrow or self.sources == 2:
+            found = _alike(row)
+        # 192 filters leave the registers where sums of two sources are rescaled. With moments
+        # 192 x 192 takes 58 us for 50,432 x 384->384, 192 x 128 50 (H100).
+        var rescaled = self.sources == 2 and self.epilogue.scales
+        if found.config == LARGEST and (rescaled or self.epilogue.measures):
+            found.config = WIDE
+        # Moments are loaded beside x there: CvT-13 at batch 1 takes 0.2720 ms, else 0.2735 (H200, 2026-11-27).
+        if self.epilogue.normalizes and few and found.config == LOW:
+            found.config = BESIDE_MOMENTS
+        return _measuring(found) if self.epilogue.measures else found
+
+    def has_turned(self, number: Int) -> Bool:
+        """Tells whether a tile of TURNED is compiled.
+
+        Args:
+            number: Of the tile.
+
+        Returns:
+            False if it may not be faster; in 8 bits that of few filters, which stay, is for few channels.
+        """
+        return self.turns and (self.bytes > 1 or self.narrow == (number == 0))
+
+
+def choose[
+    turns: Bool = False, bytes: Bool = False
+](rows: List[Row], g: Geometry, family: Family, device: Device, beside: Int = 0) -> Row:
     """Chooses the tile of a product.
+
+    Parameters:
+        turns: As the family has it.
+        bytes: Whether numbers have 8 bits; counts if it turns.
 
     Args:
         rows: Of `reached`.
         g: Sizes.
-        width: Channels of a step of K.
-        epilogue: What the accumulator goes through.
+        family: What the product is one of.
         device: The GPU.
-        more: Steps of a second source.
+        beside: Channels of a second source.
 
     Returns:
-        The nearest row whose splits the product has steps for.
+        A row with the tile and the splits: the nearest whose splits the product has steps for, but for
+        what `Family.tile` and `turned` say.
     """
-    var steps = g.r * g.s * ceildiv(g.c, width) + more
-    var row = nearest(rows, g, steps, epilogue, device.multiprocessors)
-    # Moments are loaded beside x there: CvT-13 at batch 1 takes 0.2720 ms, else 0.2735 (H200, 2026-11-27).
-    if epilogue.normalizes and row.config == LOW and device.waves(g.tiles(64, 64)) <= 2:
-        row.config = BESIDE_MOMENTS
-    return measuring(row) if epilogue.measures else row
+    var chunks = ceildiv(g.c, family.width())
+    var steps = g.r * g.s * chunks + ceildiv(beside, family.width())
+    var row = nearest(rows, g, steps, family.epilogue, device.multiprocessors)
+    comptime if turns:
+        var other = turned[bytes](row, g, chunks, device)
+        if other.config >= FIRST_TURNED and family.has_turned(other.config - FIRST_TURNED):
+            return other
+    return family.tile(row, few=device.waves(g.tiles(64, 64)) <= 2)
 
 
-def chosen(config: Int, rows: List[Row], epilogue: Epilogue, windows: Bool) -> Bool:
-    """Tells whether products get a tile; others are not compiled.
+def chosen(rows: List[Row], family: Family) -> Int:
+    """Finds the tiles that `choose` may give: others are not compiled.
 
     Args:
-        config: As a row's.
         rows: Of `reached`.
-        epilogue: What the accumulator goes through.
-        windows: Whether `turned` may choose the tile.
+        family: What the products are.
 
     Returns:
-        Whether `choose` may give it; or whether it is one of TURNED, and `windows`.
+        A bit for each tile, as a row's `config` counts them.
     """
-    if config >= FIRST_TURNED:
-        return windows
-    if config >= FIRST_PINGPONG and epilogue.joins:
-        return False
+    var tiles = 0
     for row in rows:
-        var found = measuring(row) if epilogue.measures else row
-        if found.config == config:
-            return True
-        if epilogue.normalizes and found.config == LOW and config == BESIDE_MOMENTS:
-            return True
-    return False
+        if row.config < FIRST_PINGPONG or not family.epilogue.joins:
+            tiles |= 1 << family.tile(row, few=False).config
+            tiles |= 1 << family.tile(row, few=True).config
+    comptime for i in range(len(TURNED)):
+        if family.has_turned(i):
+            tiles |= 1 << (FIRST_TURNED + i)
+    return tiles
 
 
-def chosen_of_bytes(config: Int, rows: List[Row], epilogue: Epilogue, narrow: Bool) -> Bool:
-    """Tells whether products of 8-bit numbers get a tile of rows; others are not compiled.
-
-    Args:
-        config: As a row's.
-        rows: Of `reached`.
-        epilogue: What the accumulator goes through.
-        narrow: Whether the stages have half of 128 bytes.
-
-    Returns:
-        Whether a row has it, of those of CONFIGS if the stages are narrow.
-    """
-    if config >= FIRST_PINGPONG and epilogue.joins:
-        return False
-    for row in rows:
-        if (alike(row) if narrow else row).config == config:
-            return True
-    return False
-
-
-def chosen_alike(config: Int, rows: List[Row], widest: Int) -> Bool:
-    """Tells whether products of two sources get a tile of CONFIGS; others are not compiled.
-
-    Args:
-        config: As a row's.
-        rows: Of `reached`.
-        widest: Columns of a tile at most.
-
-    Returns:
-        Whether a row has it, or one that is `alike`.
-    """
-    for row in rows:
-        if narrowed(alike(row), widest).config == config:
-            return True
-    return False
-
-
-def narrowed(row: Row, widest: Int) -> Row:
-    """Finds a tile of CONFIGS of fewer columns.
-
-    Args:
-        row: Of a tile of CONFIGS.
-        widest: Columns at most, 128 or more.
-
-    Returns:
-        The row, with the tile of the most pixels if its own is too wide.
-    """
-    var other = row
-    if materialize[CONFIGS]()[row.config].columns > widest:
-        other.config = WIDE
-    return other
-
-
-def reached[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue) -> List[Row]:
-    """Finds the rows whose tiles a layer's product gets, at compile time: others are not compiled.
+def reached(family: Family) -> List[Row]:
+    """Finds the rows whose tiles a family's products get, at compile time: others are not compiled.
 
     A kernel takes the compiler a second, and a layer gets five of the 13 tiles on average. At batch sizes
     that are not among IMAGES `choose` takes the nearest of the rows that are found.
 
-    Parameters:
-        table: ROWS or BYTE_ROWS.
-
     Args:
-        layer: What is known.
-        width: Channels of a step of K.
-        epilogue: What the accumulator goes through.
+        family: What the products are.
 
     Returns:
         The rows: of a layer of `few` rows those that are `is_low`; all if no sizes are known.
     """
+    var layer = family.layer
+    var table = materialize[BYTE_ROWS]() if family.bytes == 1 else materialize[ROWS]()
     var rows = List[Row]()
-    for row in materialize[table]():
+    for row in table:
         if not layer.few or is_low(row.config):
             rows.append(row)
     if not layer.is_known():
         return rows^
-    var steps = layer.steps(width)
+    var steps = layer.steps(family.width())
     var found = List[Row]()
     for images in materialize[IMAGES]():
         var g = Geometry(rows=images * layer.pixels, depth=0, columns=layer.filters)
-        var row = nearest(rows, g, steps, epilogue, MULTIPROCESSORS)
+        var row = nearest(rows, g, steps, family.epilogue, MULTIPROCESSORS)
         if len(found) == 0 or not row.is_of(found[len(found) - 1]):
             found.append(row)
     return found^
 
 
-def measuring(row: Row) -> Row:
-    """Finds a tile of which each block finishes 32 columns or more: so many have their moments together.
-
-    Nor is it the largest one: with moments 192 x 192 takes 58 us for 50,432 x 384->384, 192 x 128 50 (H100).
-
-    Args:
-        row: Of the table.
-
-    Returns:
-        The row; without splits if its blocks finish fewer.
-    """
+def _measuring(row: Row) -> Row:
+    """Finds a tile of which each block finishes 32 columns or more: so many have their moments together."""
     var other = row
-    if row.config == LARGEST:
-        other.config = WIDE
     comptime for i in range(len(RESIDENT)):
         comptime config = RESIDENT[i]
         if row.config == FIRST_RESIDENT + i and config.columns // row.splits < GROUP:
@@ -1018,21 +1038,13 @@ def is_low(config: Int) -> Bool:
     return config == LOW or FIRST_RESIDENT <= config < FIRST_PINGPONG
 
 
-def alike(row: Row) -> Row:
-    """Finds a tile of CONFIGS, for what blocks of RESIDENT or PINGPONG do not compute: two sources.
-
-    Args:
-        row: Of the table.
-
-    Returns:
-        The row; with another tile if it has one of RESIDENT or PINGPONG.
-    """
-    comptime first = FIRST_RESIDENT
+def _alike(row: Row) -> Row:
+    """Finds a tile of CONFIGS, for what blocks of RESIDENT or PINGPONG do not compute."""
     var other = row
     if row.config >= FIRST_PINGPONG:
         other.config = row.next
-    elif row.config >= first:
-        other.config = materialize[ALIKE]()[row.config - first]
+    elif row.config >= FIRST_RESIDENT:
+        other.config = materialize[ALIKE]()[row.config - FIRST_RESIDENT]
     return other
 
 

@@ -56,7 +56,6 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.scheduler import TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
 from ..hopper.store import StoringStage, sync_writes
 from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
@@ -282,7 +281,7 @@ def turned_kernel[
     dtype: DType, epilogue: Epilogue, config: TurnedConfig, right: DType = dtype
 ](
     maps: TensorMaps[4],
-    tensors: EpilogueTensors[dtype, 1, epilogue.scales],
+    tensors: EpilogueTensors[dtype, epilogue],
     problem: Problem[1],
     plan: TurnedPlan[config],
 ):
@@ -401,7 +400,7 @@ def _consume[
     dtype: DType, config: TurnedConfig, //, epilogue: Epilogue, right: DType
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype, 1, epilogue.scales],
+    tensors: EpilogueTensors[dtype, epilogue],
     problem: Problem[1],
     plan: TurnedPlan[config],
     storage: TurnedStorage[config],
@@ -537,22 +536,22 @@ def turned_tiles[config: TurnedConfig](g: Geometry, *, chunks: Int) -> Int:
 
 
 def turned_gemm[
-    dtype: DType, epilogue: Epilogue, config: TurnedConfig, right: DType = dtype
+    dtype: DType, right: DType, //, epilogue: Epilogue, config: TurnedConfig
 ](
     g: Geometry,
     o: Operands[dtype, dtype, right],
     ctx: DeviceContext,
     *,
     constant: Bool = True,
-    scales: Optional[Scales] = None,
+    scales: Optional[Array[Scales, 1]] = None,
 ) raises:
     """Enqueues a convolution of which the config has tiles.
 
     Parameters:
-        dtype: Of x and y, of 16 or 8 bits, and of w unless that is named.
+        dtype: Of x and y, of 16 or 8 bits.
+        right: Of w.
         epilogue: What the accumulator goes through; in 8 bits it scales.
         config: The tile.
-        right: Of w.
 
     Args:
         g: Sizes; one group.
@@ -579,18 +578,14 @@ def turned_gemm[
         rows=config.pixels,
         columns=config.filters,
         width=WIDTH,
-        splits=1,
         alpha=o.alpha,
         constant=constant,
+        tiles={[plan.box.tiles(g)]},
     )
-    problem.schedule = TileScheduler[1]([plan.box.tiles(g)], columns=ceildiv(g.f, config.filters))
-    var tensors = EpilogueTensors[dtype, 1, epilogue.scales]([o])
-    comptime if epilogue.scales:
-        tensors.scales[0] = scales.value()
     launch[turned_kernel[dtype, epilogue, config, right]](
         ctx,
         maps,
-        tensors,
+        EpilogueTensors[dtype, epilogue]([o], scales=scales),
         problem,
         plan,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors),

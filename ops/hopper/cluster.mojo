@@ -304,7 +304,7 @@ def reduce_cluster[
     threads: Int,
     sources: Int = 1,
 ](
-    tensors: EpilogueTensors[dtype, 1, _, _],
+    tensors: EpilogueTensors[dtype, _, 1],
     data: UInt32,
     start: Start,
     splits: Int32,
@@ -337,7 +337,9 @@ def reduce_cluster[
         f: Columns of the product.
         alpha: Scale of the product.
     """
-    comptime assert tensors.scaled == epilogue.scales, "reduce_cluster: the scales of the epilogue"
+    comptime assert (
+        tensors.epilogue.scales == epilogue.scales
+    ), "reduce_cluster: the scales of the epilogue"
     comptime assert columns % 8 == 0, "reduce_cluster: a thread takes 8 columns"
     comptime ALIGN = min(16, 8 * size_of[dtype]())
     comptime PITCH = (columns + pad) * 4
@@ -360,5 +362,5 @@ def reduce_cluster[
             comptime if epilogue.joins:
                 residual = tensors.residual[0].unsafe_load[width=8, alignment=ALIGN](to).cast[F32]()
             var y = apply[epilogue, dtype](low.join(high), of, residual, tensors.residual_scale())
-            tensors.y[0].unsafe_store[alignment=ALIGN](to, tensors.rounded[epilogue](y))
+            tensors.y[0].unsafe_store[alignment=ALIGN](to, tensors.rounded(y))
     cluster_sync()

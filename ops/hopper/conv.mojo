@@ -137,9 +137,10 @@ struct Problem[products: Int = 1](KernelArgument, TrivialRegisterPassable):
         rows: Int,
         columns: Int,
         width: Int,
-        splits: Int,
+        splits: Int = 1,
         alpha: Float32,
         constant: Bool = True,
+        tiles: Optional[Array[Int, Self.products]] = None,
     ):
         """Takes the sizes.
 
@@ -151,15 +152,17 @@ struct Problem[products: Int = 1](KernelArgument, TrivialRegisterPassable):
             splits: Blocks that share a tile.
             alpha: Scale of the product.
             constant: Whether the filters are weights, which no kernel writes.
+            tiles: Tiles of pixels of each product, if they end with an image, as those of a `PixelBox`
+                do; else they go on through all images.
         """
         self.pixels = StaticTuple[Int32, Self.products](fill=0)
-        var tiles = Array[Int, Self.products](fill=0)
+        var counts = Array[Int, Self.products](fill=0)
         comptime for i in range(Self.products):
             self.pixels[i] = Int32(sizes[i].pixels())
-            tiles[i] = ceildiv(sizes[i].pixels(), rows)
+            counts[i] = tiles.value()[i] if tiles else ceildiv(sizes[i].pixels(), rows)
         var g = sizes[0]
         self.schedule = TileScheduler[Self.products](
-            tiles, columns=ceildiv(g.f, columns), splits=splits
+            counts, columns=ceildiv(g.f, columns), splits=splits
         )
         self.conv = Conv(g, chunks=ceildiv(g.c, width))
         self.filters, self.alpha = Int32(g.f), alpha

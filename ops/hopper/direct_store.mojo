@@ -231,7 +231,7 @@ struct Outputs[count: Int](TrivialRegisterPassable):
     @always_inline
     def load_residual[
         dtype: DType, epilogue: Epilogue
-    ](self, tensors: EpilogueTensors[dtype, 1, _, _]) -> StaticTuple[SIMD[dtype, 2], Self.count]:
+    ](self, tensors: EpilogueTensors[dtype, _, 1]) -> StaticTuple[SIMD[dtype, 2], Self.count]:
         """Reads the residual ahead: before its sums are there.
 
         Parameters:
@@ -260,7 +260,7 @@ def finish_pairs[
 ](
     to: Outputs[count],
     at: Fragment,
-    tensors: EpilogueTensors[dtype, 1, _, _],
+    tensors: EpilogueTensors[dtype, _, 1],
     sums: StaticTuple[Float32, _],
     alpha: Float32,
     bias: UInt32,
@@ -343,7 +343,7 @@ def pool_pairs[
 ](
     to: Outputs[count],
     at: Fragment,
-    tensors: EpilogueTensors[dtype, 1, _, _],
+    tensors: EpilogueTensors[dtype, _, 1],
     sums: StaticTuple[Float32, _],
     alpha: Float32,
     bias: UInt32,

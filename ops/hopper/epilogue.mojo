@@ -37,21 +37,20 @@ from .shared import ROW, swizzle
 from .store import sync_writes
 
 
-struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, normed: Bool = False](
+struct EpilogueTensors[dtype: DType, epilogue: Epilogue = Epilogue("none"), products: Int = 1](
     KernelArgument, TrivialRegisterPassable
 ):
     """What an epilogue reads and writes without the copy engine, product by product.
 
     Parameters:
         dtype: Of the residual and y.
+        epilogue: Tells whether there are scales, and whether moments of rows are read or written.
         products: Products of the launch.
-        scaled: Whether there are scales.
-        normed: Whether moments of rows are read or written; of one product.
     """
 
-    comptime SCALES = Self.products if Self.scaled else 0
+    comptime SCALES = Self.products if Self.epilogue.scales else 0
     """How many scales there are: kernels without them receive none."""
-    comptime NORMS = 1 if Self.normed else 0
+    comptime NORMS = 1 if Self.epilogue.normed() else 0
     """How many norms there are, likewise."""
 
     comptime device_type: AnyType = Self
@@ -72,8 +71,14 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
 
     def __init__[
         factors: DType, right: DType, //
-    ](out self, o: Array[Operands[factors, Self.dtype, right], Self.products]):
-        """Takes them from the operands; scales and norm are set later.
+    ](
+        out self,
+        o: Array[Operands[factors, Self.dtype, right], Self.products],
+        *,
+        scales: Optional[Array[Scales, Self.products]] = None,
+        norm: Optional[Norm] = None,
+    ) raises:
+        """Takes them from the operands.
 
         Parameters:
             factors: Of x.
@@ -81,15 +86,22 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
 
         Args:
             o: The tensors.
+            scales: Of the sums and the residual of each product, if the epilogue scales.
+            norm: Moments of the rows of x, or of y, if the epilogue normalises or measures.
+
+        Raises:
+            If a residual is added of which another integer than 0 stands for 0.
         """
-        self.scales = StaticTuple[Scales, Self.SCALES](fill=Scales(o[0].bias))
-        self.norm = StaticTuple[Norm, Self.NORMS](fill=Norm(o[0].bias, 0))
-        self.bias = StaticTuple[Data[F32], Self.products](fill=o[0].bias)
-        self.bias2 = self.bias
-        self.residual = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].residual)
-        self.y = StaticTuple[Data[Self.dtype], Self.products](fill=o[0].y)
+        self = Self(o[0].bias, o[0].bias, o[0].residual, o[0].y)
         comptime for i in range(1, Self.products):
             self.bias[i], self.residual[i], self.y[i] = o[i].bias, o[i].residual, o[i].y
+        comptime if Self.epilogue.scales:
+            comptime for i in range(Self.products):
+                self.scales[i] = scales.value()[i]
+                if Self.epilogue.joins and self.scales[i].residual.zero != 0:
+                    raise Error("gemm: the integer 0 of the residual has to stand for 0")
+        comptime if Self.epilogue.normed():
+            self.norm[0] = norm.value()
 
     @always_inline
     def __init__(
@@ -115,7 +127,7 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
         self.norm = StaticTuple[Norm, Self.NORMS](fill=Norm(bias, 0))
 
     @always_inline
-    def of(self, product: Int32) -> EpilogueTensors[Self.dtype, 1, Self.scaled, Self.normed]:
+    def of(self, product: Int32) -> EpilogueTensors[Self.dtype, Self.epilogue]:
         """Chooses a product's.
 
         Args:
@@ -124,19 +136,19 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
         Returns:
             Its tensors.
         """
-        comptime One = EpilogueTensors[Self.dtype, 1, Self.scaled, Self.normed]
+        comptime One = EpilogueTensors[Self.dtype, Self.epilogue]
         comptime assert (
-            Self.products == 1 or not Self.normed
+            Self.products == 1 or not Self.epilogue.normed()
         ), "EpilogueTensors: one product is normed"
         var one = One(self.bias[0], self.bias2[0], self.residual[0], self.y[0])
-        comptime if Self.normed:
+        comptime if Self.epilogue.normed():
             one.norm[0] = self.norm[0]
-        comptime if Self.scaled:
+        comptime if Self.epilogue.scales:
             one.scales[0] = self.scales[0]
         comptime for i in range(1, Self.products):
             if product == Int32(i):
                 one = One(self.bias[i], self.bias2[i], self.residual[i], self.y[i])
-                comptime if Self.scaled:
+                comptime if Self.epilogue.scales:
                     one.scales[0] = self.scales[i]
         return one
 
@@ -158,7 +170,7 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
             Scale and bias.
         """
         var of = Channels[width](alpha, self.bias_of[width, sources](f))
-        comptime if Self.scaled:
+        comptime if Self.epilogue.scales:
             comptime align = min(16, 4 * Int(width))
             of.scale = self.scales[0].product.unsafe_load[width=width, alignment=align](Int(f))
         return of
@@ -170,20 +182,17 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
         Returns:
             1 unless there are scales.
         """
-        comptime if Self.scaled:
+        comptime if Self.epilogue.scales:
             return self.scales[0].residual.scale
         else:
             return 1
 
     @always_inline
-    def rounded[
-        width: SIMDLength, //, epilogue: Epilogue
-    ](self, y: SIMD[F32, width]) -> SIMD[Self.dtype, width]:
+    def rounded[width: SIMDLength, //](self, y: SIMD[F32, width]) -> SIMD[Self.dtype, width]:
         """Rounds results of the first product to what is stored.
 
         Parameters:
             width: How many.
-            epilogue: What gave them.
 
         Args:
             y: The results.
@@ -191,7 +200,7 @@ struct EpilogueTensors[dtype: DType, products: Int = 1, scaled: Bool = False, no
         Returns:
             The nearest; if the epilogue rescales, to what they are in steps of y.
         """
-        comptime if epilogue.rescales[Self.dtype]():
+        comptime if Self.epilogue.rescales[Self.dtype]():
             var result = self.scales[0].result
             return stored[Self.dtype](y * (1 / result.scale), result.zero)
         else:
@@ -270,7 +279,7 @@ def finish_rows[
     at: Fragment,
     sums: StaticTuple[Scalar[sum], _],
     alpha: Float32,
-    tensors: EpilogueTensors[dtype, 1, _, _],
+    tensors: EpilogueTensors[dtype, _, 1],
     f0: Int32,
     f: Int32,
     *,
@@ -301,8 +310,12 @@ def finish_rows[
         f: Filters of the result; the bias of others is not read.
         norm: Of the thread's two rows, if the epilogue normalises.
     """
-    comptime assert tensors.scaled == epilogue.scales, "finish_rows: the scales of the epilogue"
-    comptime assert tensors.normed == epilogue.normed(), "finish_rows: the norm of the epilogue"
+    comptime assert (
+        tensors.epilogue.scales == epilogue.scales
+    ), "finish_rows: the scales of the epilogue"
+    comptime assert (
+        tensors.epilogue.normed() == epilogue.normed()
+    ), "finish_rows: the norm of the epilogue"
     comptime assert not (by_row and epilogue.scales), "finish_rows: columns have scales, not rows"
     comptime assert size_of[dtype]() > 1 or not by_row, "finish_rows: quads are columns"
     comptime WIDTH = bytes // size_of[dtype]()
@@ -342,7 +355,7 @@ def finish_rows[
                 residual = _load[dtype, COUNT](place)
             var sum = _sums[COUNT, first // EACH + j, half](sums)
             var y = apply[epilogue, dtype](sum, of, residual, tensors.residual_scale())
-            _store(place, tensors.rounded[epilogue](y))
+            _store(place, tensors.rounded(y))
 
 
 @always_inline
@@ -441,7 +454,7 @@ def finish_byte_columns[
     at: Fragment,
     sums: StaticTuple[Scalar[sum], _],
     of: Channels[2],
-    tensors: EpilogueTensors[dtype, 1, _, _],
+    tensors: EpilogueTensors[dtype, _, 1],
 ):
     """Finishes `columns` columns of 64 rows, turned over: each becomes 64 bytes of shared memory.
 
@@ -463,7 +476,7 @@ def finish_byte_columns[
     comptime assert size_of[dtype]() == 1, "finish_byte_columns: numbers have 8 bits"
     comptime assert columns % 32 == 0, "finish_byte_columns: a lane has a row of each 32"
     comptime assert (
-        tensors.scaled == epilogue.scales
+        tensors.epilogue.scales == epilogue.scales
     ), "finish_byte_columns: the scales of the epilogue"
     comptime BYTES = ROW // 2
     var lane = UInt32(at.lane())
@@ -480,7 +493,7 @@ def finish_byte_columns[
                 residual = bitcast[dtype, 4](bits[i]).cast[F32]()
             var four = pair[4 * j + i, 0](sums).interleave(pair[4 * j + i, 1](sums))
             var y = apply[epilogue, dtype](four, both, residual, tensors.residual_scale())
-            bits[i] = bitcast[DType.uint32, 1](tensors.rounded[epilogue](y))
+            bits[i] = bitcast[DType.uint32, 1](tensors.rounded(y))
         shared_store_matrices[turned=True](place, bits)
 
 

@@ -6,7 +6,6 @@ before it ends (programmatic dependent launch), and nothing waits for shared mem
 the way out:
 
     TileConfig     the tile, a compile-time value
-    tile_problem   the sizes, with the tiles of a PixelBox
     TilePlan       how shared memory is divided: rings of x and of the filters (window.mojo)
     TileStorage    the parts: rings, bias, and what a cluster's blocks send (cluster.mojo)
     consume_tile   what the consumers do; the results leave the registers (direct_store.mojo)
@@ -14,7 +13,6 @@ the way out:
 
 from max.gpu.compute.mma import wgmma_wait_group_sync
 from max.gpu.primitives.grid_controls import wait_on_dependent_grids
-from std.math import ceildiv
 from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Epilogue
@@ -43,7 +41,7 @@ struct TileConfig(TrivialRegisterPassable):
     var groups: Int
     """Consumers, of 64 pixels each: 1 or 2."""
     var columns: Int
-    """Filters: 32, 64 or, without a cluster, 128."""
+    """Filters: 32 or 64."""
     var split: Bool
     """Whether a cluster shares a tile."""
 
@@ -73,53 +71,6 @@ struct TileConfig(TrivialRegisterPassable):
             64 for each consumer.
         """
         return ROWS * self.groups
-
-
-def tile_problem[
-    products: Int, //, config: TileConfig
-](
-    sizes: Array[Geometry, products],
-    box: PixelBox[config.rows()],
-    *,
-    width: Int,
-    splits: Int,
-    alpha: Float32,
-    constant: Bool = True,
-) -> Problem[products]:
-    """Takes the sizes of a convolution or of several products, and the tiles that their pixels lie in.
-
-    Parameters:
-        products: Products of the launch.
-        config: The tile.
-
-    Args:
-        sizes: Of each product; they differ in M alone.
-        box: Where the pixels of tiles lie.
-        width: Channels of a step of K.
-        splits: Blocks that share a tile.
-        alpha: Scale of the product.
-        constant: Whether the filters are weights, which no kernel writes.
-
-    Returns:
-        The sizes.
-    """
-    var problem = Problem[products](
-        sizes,
-        rows=config.rows(),
-        columns=config.columns,
-        width=width,
-        splits=splits,
-        alpha=alpha,
-        constant=constant,
-    )
-    # A tile of a box ends with an image, or before it.
-    var tiles = Array[Int, products](fill=0)
-    comptime for i in range(products):
-        tiles[i] = box.tiles(sizes[i])
-    problem.schedule = TileScheduler[products](
-        tiles, columns=ceildiv(sizes[0].f, config.columns), splits=splits
-    )
-    return problem
 
 
 struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
@@ -245,7 +196,7 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
             self.inbox.expect(warps)
 
     @always_inline
-    def load_bias(self, i: Int32, tensors: EpilogueTensors[_, _, _, _], tile: Tile, filters: Int32):
+    def load_bias(self, i: Int32, tensors: EpilogueTensors[...], tile: Tile, filters: Int32):
         """Copies the bias of one of the tile's filters.
 
         Args:
@@ -269,7 +220,7 @@ def consume_tile[
 ](
     storage: TileStorage[config],
     steps: Some[Steps],
-    tensors: EpilogueTensors[dtype, 1, _, _],
+    tensors: EpilogueTensors[dtype, _, 1],
     problem: Problem[_],
     box: PixelBox[config.rows()],
     tile: Tile,
@@ -293,9 +244,7 @@ def consume_tile[
         at: The thread's place.
     """
     comptime COLUMNS = config.columns
-    comptime assert (
-        COLUMNS == 32 or COLUMNS == 64 or (COLUMNS == 128 and not config.split)
-    ), "TileConfig: 32 or 64 filters, or 128 without a cluster"
+    comptime assert COLUMNS == 32 or COLUMNS == 64, "TileConfig: 32 or 64 filters"
     comptime PAIRS = COLUMNS // 8 if config.split else COLUMNS // 4
     comptime assert not epilogue.pools or (
         config.groups == 1 and not config.split and not epilogue.normed()

@@ -56,7 +56,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import Share, Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
-from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile, tile_problem
+from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, produce_pixels
 from ..kernel_argument import KernelArgument
@@ -549,8 +549,14 @@ def enqueue_tiled[
         )
     var maps = TensorMaps[1]()
     maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.tile.box)
-    var problem = tile_problem[config](
-        [g], plan.tile.box, width=WIDTH, splits=splits, alpha=o.alpha
+    var problem = Problem[1](
+        [g],
+        rows=config.rows(),
+        columns=config.columns,
+        width=WIDTH,
+        splits=splits,
+        alpha=o.alpha,
+        tiles={[plan.tile.box.tiles(g)]},
     )
     launch[tiled_kernel[dtype, epilogue, config]](
         ctx,

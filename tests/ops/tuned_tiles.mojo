@@ -8,29 +8,17 @@ from ops.device import Device
 from ops.epilogue import Epilogue
 from ops.gemm.layer import Layer
 from ops.gemm.tuning import (
-    BYTE_ROWS,
-    CONFIGS,
-    FIRST_TURNED,
+    Family,
     IMAGES,
-    LARGEST,
     MULTIPROCESSORS,
-    ROWS,
     Row,
-    WIDEST,
-    alike,
     choose,
     chosen,
-    chosen_alike,
-    chosen_of_bytes,
-    narrowed,
     reached,
 )
 from ops.geometry import Geometry
-from ops.hopper.shared import ROW
-from std.math import ceildiv
+from std.bit import pop_count
 
-comptime LARGEST_COLUMNS = CONFIGS[LARGEST].columns
-"""Columns of the largest tile."""
 comptime BESIDE = 192
 """Channels of a second source."""
 
@@ -48,16 +36,11 @@ def same(a: Row, b: Row) -> Bool:
     return a.config == b.config and a.splits == b.splits
 
 
-def check[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue) raises -> Int:
-    """Checks a layer at many batch sizes, on GPUs of several sizes.
-
-    Parameters:
-        table: ROWS or BYTE_ROWS.
+def check(family: Family) raises -> Int:
+    """Checks a family at many batch sizes, on GPUs of several sizes.
 
     Args:
-        layer: The layer.
-        width: Channels of a step of K.
-        epilogue: What its sums go through.
+        family: The products; their sizes are known.
 
     Returns:
         How many tiles are compiled.
@@ -65,9 +48,12 @@ def check[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue) raises
     Raises:
         If a tile is not compiled, or is another than that from all rows.
     """
-    var rows = reached[table](layer, width, epilogue)
-    var all = reached[table](Layer(few=layer.few), width, epilogue)
-    var more = ceildiv(layer.beside, width)
+    var layer = family.layer
+    var rows = reached(family)
+    var tiles = chosen(rows, family)
+    var every = family
+    every.layer = Layer(few=layer.few)
+    var all = reached(every)
     for multiprocessors in [78, 114, 132, 160]:
         var device = Device(multiprocessors=multiprocessors)
         for images in range(1, 400):
@@ -75,25 +61,13 @@ def check[table: List[Row]](layer: Layer, width: Int, epilogue: Epilogue) raises
                 rows=images * layer.pixels, depth=layer.channels, columns=layer.filters
             )
             g.r = layer.taps
-            var row = choose(rows, g, width, epilogue, device, more)
-            if layer.beside:
-                for widest in [WIDEST, LARGEST_COLUMNS]:
-                    if not chosen_alike(narrowed(alike(row), widest).config, rows, widest):
-                        raise Error("no tile of two sources for ", images, " of ", layer.pixels)
-            elif width == ROW:
-                for narrow in [False, True]:
-                    var config = (alike(row) if narrow else row).config
-                    if not chosen_of_bytes(config, rows, epilogue, narrow):
-                        raise Error("no tile of 8 bits for ", images, " of ", layer.pixels)
-            elif not chosen(row.config, rows, epilogue, windows=False):
+            var row = choose(rows, g, family, device, layer.beside)
+            if not tiles >> row.config & 1:
                 raise Error("no tile for ", images, " of ", layer.pixels)
             if multiprocessors == MULTIPROCESSORS and images in materialize[IMAGES]():
-                if not same(row, choose(all, g, width, epilogue, device, more)):
+                if not same(row, choose(all, g, every, device, layer.beside)):
                     raise Error("another tile for ", images, " of ", layer.pixels)
-    var tiles = 0
-    for i in range(FIRST_TURNED):
-        tiles += Int(chosen(i, rows, epilogue, windows=False))
-    return tiles
+    return pop_count(tiles)
 
 
 def main() raises:
@@ -116,23 +90,21 @@ def main() raises:
         layer.pixels = Int(words[0]) * ((side + 2 * (kernel // 2) - kernel) // stride + 1) ** 2
         var added = String(words[6]).startswith("add")
         var gelu = String(words[6]).endswith("gelu")
-        for kind in range(4):
-            var epilogue = Epilogue("add") if added else Epilogue("gelu") if gelu else Epilogue(
-                "relu"
-            )
-            if kind == 1:
-                epilogue = Epilogue("add", measures=True)
-            elif kind == 2:
-                epilogue = Epilogue("gelu", normalizes=True)
-            elif kind == 3:
-                layer.beside = BESIDE
-            var found = check[ROWS](layer, ROW // 2, epilogue)
-            if kind == 0:
-                count += 1
-                tiles += found
-                layer.few = True
-                _ = check[ROWS](layer, ROW // 2, epilogue)
-                layer.few = False
-            if kind in (0, 3) and layer.channels % 16 == 0 and layer.filters % 16 == 0:
-                _ = check[BYTE_ROWS](layer, ROW, epilogue)
+        var epilogue = Epilogue("add") if added else Epilogue("gelu") if gelu else Epilogue("relu")
+        tiles += check(Family(layer, 2, epilogue))
+        count += 1
+        _ = check(Family(layer, 2, Epilogue("add", measures=True)))
+        _ = check(Family(layer, 2, Epilogue("gelu", normalizes=True)))
+        layer.few = True
+        _ = check(Family(layer, 2, epilogue))
+        layer.few = False
+        var two = layer
+        two.beside = BESIDE
+        _ = check(Family(two, 2, epilogue, sources=2))
+        if layer.channels % 16 == 0 and layer.filters % 16 == 0:
+            for narrow in [False, True]:
+                _ = check(Family(layer, 1, epilogue, narrow=narrow))
+            for scales in [False, True]:
+                epilogue.scales = scales
+                _ = check(Family(two, 1, epilogue, sources=2))
     print(Float64(tiles) / Float64(count))

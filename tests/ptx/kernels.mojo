@@ -33,9 +33,9 @@ from ops.epilogue import Epilogue
 from ops.gemm.chain import ChainTensors, ChainVectors, try_chain
 from ops.gemm.gemv import gemv
 from ops.gemm.gpu import gemm_portable
-from ops.gemm.hopper import Config, hopper_gemm, hopper_gemms, hopper_shortcut
-from ops.gemm.pingpong import pingpong_gemm, pingpong_gemms
-from ops.gemm.resident import resident_gemm, resident_gemms
+from ops.gemm.hopper import Config, hopper_gemm, hopper_shortcut
+from ops.gemm.pingpong import pingpong_gemm
+from ops.gemm.resident import resident_gemm
 from ops.gemm.tuning import CONFIGS, PINGPONG, RESIDENT, TURNED
 from ops.gemm.turned import turned_gemm
 from ops.hopper.moments import Norm
@@ -81,13 +81,13 @@ comptime F16 = DType.float16
 def gemms(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
     comptime for i in range(len(CONFIGS)):
         comptime config = CONFIGS[i]
-        hopper_gemm[BF16, Epilogue("none"), config](g, o, 1, ctx)
-        hopper_gemm[BF16, Epilogue("add_relu"), config](g, o, 1, ctx)
-        hopper_gemms[BF16, Epilogue("none"), config, 3]([g, g, g], [o, o, o], 1, ctx)
-        hopper_shortcut[BF16, Epilogue("relu"), config](g, o, g, o, 1, ctx)
-    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[4]](g, o, 1, ctx)
-    hopper_gemm[BF16, Epilogue("gelu"), CONFIGS[5]](g, o, 1, ctx)
-    hopper_gemm[BF16, Epilogue("mul_gelu_grad"), CONFIGS[4]](g, o, 1, ctx)
+        hopper_gemm[Epilogue("none"), config]([g], [o], 1, ctx)
+        hopper_gemm[Epilogue("add_relu"), config]([g], [o], 1, ctx)
+        hopper_gemm[Epilogue("none"), config]([g, g, g], [o, o, o], 1, ctx)
+        hopper_shortcut[Epilogue("relu"), config](g, o, g, o, 1, ctx)
+    hopper_gemm[Epilogue("gelu"), CONFIGS[4]]([g], [o], 1, ctx)
+    hopper_gemm[Epilogue("gelu"), CONFIGS[5]]([g], [o], 1, ctx)
+    hopper_gemm[Epilogue("mul_gelu_grad"), CONFIGS[4]]([g], [o], 1, ctx)
 
 
 def eight_bits[
@@ -103,16 +103,16 @@ def eight_bits[
         x.unsafe_bitcast[Scalar[dtype]](), x.unsafe_bitcast[Scalar[right]](), bias, y, y
     )
     comptime epilogue = Epilogue("add_relu", scales=True)
-    hopper_gemm[dtype, epilogue, CONFIGS[4], out, right](g, o, 1, ctx, scales=Scales(bias))
-    hopper_gemm[dtype, epilogue, CONFIGS[5], out, right](g, o, 1, ctx, scales=Scales(bias))
+    hopper_gemm[epilogue, CONFIGS[4]]([g], [o], 1, ctx, scales={[Scales(bias)]})
+    hopper_gemm[epilogue, CONFIGS[5]]([g], [o], 1, ctx, scales={[Scales(bias)]})
     comptime if out != DType.int8:
         comptime narrow = Config(groups=2, columns=128, stages=8, blocks=1, overlap=True, row=64)
-        hopper_gemm[dtype, epilogue, narrow, out, right](g, o, 1, ctx, scales=Scales(bias))
+        hopper_gemm[epilogue, narrow]([g], [o], 1, ctx, scales={[Scales(bias)]})
     elif dtype == right:
-        hopper_gemm[dtype, epilogue, CONFIGS[0], out, right](g, o, 1, ctx, scales=Scales(bias))
-        hopper_gemm[dtype, epilogue, CONFIGS[2], out, right](g, o, 1, ctx, scales=Scales(bias))
-        hopper_gemms[dtype, Epilogue("none", scales=True), CONFIGS[4], 3, out, right](
-            [g, g, g], [o, o, o], 1, ctx, scales=Array[Scales, 3](fill=Scales(bias))
+        hopper_gemm[epilogue, CONFIGS[0]]([g], [o], 1, ctx, scales={[Scales(bias)]})
+        hopper_gemm[epilogue, CONFIGS[2]]([g], [o], 1, ctx, scales={[Scales(bias)]})
+        hopper_gemm[Epilogue("none", scales=True), CONFIGS[4]](
+            [g, g, g], [o, o, o], 1, ctx, scales={[Scales(bias), Scales(bias), Scales(bias)]}
         )
 
 
@@ -122,18 +122,16 @@ def rescaled[
     var y = x.unsafe_bitcast[Scalar[dtype]]()
     var o = Operands[dtype, dtype, right](y, x.unsafe_bitcast[Scalar[right]](), bias, y, y)
     comptime gelu = Epilogue("gelu", scales=True)
-    hopper_gemm[dtype, gelu, CONFIGS[4], dtype, right](g, o, 1, ctx, scales=Scales(bias))
-    hopper_gemm[dtype, gelu, CONFIGS[5], dtype, right](g, o, 1, ctx, scales=Scales(bias))
-    turned_gemm[dtype, gelu, TURNED[1].of_bytes(narrow=False), right](
-        g, o, ctx, scales=Scales(bias)
-    )
-    pingpong_gemm[dtype, gelu, PINGPONG[0], dtype, right](g, o, ctx, scales=Scales(bias))
-    pingpong_gemm[dtype, gelu, PINGPONG[1], dtype, right](g, o, ctx, scales=Scales(bias))
+    hopper_gemm[gelu, CONFIGS[4]]([g], [o], 1, ctx, scales={[Scales(bias)]})
+    hopper_gemm[gelu, CONFIGS[5]]([g], [o], 1, ctx, scales={[Scales(bias)]})
+    turned_gemm[gelu, TURNED[1].of_bytes(narrow=False)](g, o, ctx, scales={[Scales(bias)]})
+    pingpong_gemm[gelu, PINGPONG[0]]([g], [o], ctx, scales={[Scales(bias)]})
+    pingpong_gemm[gelu, PINGPONG[1]]([g], [o], ctx, scales={[Scales(bias)]})
     comptime none = Epilogue("none", scales=True)
     var wide = x.unsafe_bitcast[BFloat16]()
     var p = Operands[dtype, BF16, right](o.x, o.w, bias, wide, wide)
-    pingpong_gemms[dtype, none, PINGPONG[1], 3, BF16, right](
-        [g, g, g], [p, p, p], ctx, scales=Array[Scales, 3](fill=Scales(bias))
+    pingpong_gemm[none, PINGPONG[1]](
+        [g, g, g], [p, p, p], ctx, scales={[Scales(bias), Scales(bias), Scales(bias)]}
     )
 
 
@@ -146,9 +144,7 @@ def quantized(
     comptime epilogue = Epilogue("add", scales=True)
     comptime for i in range(len(CONFIGS)):
         comptime config = CONFIGS[i] if i % 2 else CONFIGS[i].halved()
-        hopper_gemm[DType.uint8, epilogue, config, DType.uint8, DType.int8](
-            g, o, 1, ctx, scales=Scales(bias)
-        )
+        hopper_gemm[epilogue, config]([g], [o], 1, ctx, scales={[Scales(bias)]})
 
 
 def shortcuts[
@@ -157,8 +153,8 @@ def shortcuts[
     var y = x.unsafe_bitcast[Scalar[dtype]]()
     var o = Operands[dtype, dtype, right](y, x.unsafe_bitcast[Scalar[right]](), bias, y, y)
     comptime for i in range(len(configs)):
-        hopper_shortcut[dtype, Epilogue(epilogue, scales=True), configs[i], dtype, right](
-            g, o, g, o, 1, ctx, scales=Scales(bias)
+        hopper_shortcut[Epilogue(epilogue, scales=True), configs[i]](
+            g, o, g, o, 1, ctx, scales={[Scales(bias)]}
         )
 
 
@@ -170,8 +166,8 @@ def turned_bytes[
     comptime for i in range(len(TURNED)):
         comptime config = TURNED[i].of_bytes(narrow=i == 0)
         comptime for j in range(len(epilogues)):
-            turned_gemm[dtype, Epilogue(epilogues[j], scales=True), config, right](
-                g, o, ctx, scales=Scales(bias)
+            turned_gemm[Epilogue(epilogues[j], scales=True), config](
+                g, o, ctx, scales={[Scales(bias)]}
             )
 
 
@@ -193,15 +189,15 @@ def resident(
     g: Geometry, o: Operands[BF16], o16: Operands[F16], o32: Operands[F32], ctx: DeviceContext
 ) raises:
     comptime for i in range(len(RESIDENT)):
-        resident_gemm[BF16, Epilogue("none"), RESIDENT[i]](g, o, 1, ctx)
-        resident_gemm[BF16, Epilogue("add_relu"), RESIDENT[i]](g, o, 1, ctx)
-    resident_gemms[BF16, Epilogue("none"), RESIDENT[0], 3]([g, g, g], [o, o, o], 1, ctx)
-    resident_gemms[BF16, Epilogue("none"), RESIDENT[3], 3]([g, g, g], [o, o, o], 1, ctx)
-    resident_gemm[F16, Epilogue("gelu"), RESIDENT[0]](g, o16, 1, ctx)
-    resident_gemm[BF16, Epilogue("add_relu", pools=True), RESIDENT[3]](g, o, 1, ctx)
-    resident_gemm[F16, Epilogue("none", pools=True), RESIDENT[3]](g, o16, 1, ctx)
-    resident_gemm[F32, Epilogue("add"), RESIDENT[1]](g, o32, 1, ctx)
-    resident_gemm[F32, Epilogue("relu"), RESIDENT[2]](g, o32, 1, ctx)
+        resident_gemm[Epilogue("none"), RESIDENT[i]]([g], [o], 1, ctx)
+        resident_gemm[Epilogue("add_relu"), RESIDENT[i]]([g], [o], 1, ctx)
+    resident_gemm[Epilogue("none"), RESIDENT[0]]([g, g, g], [o, o, o], 1, ctx)
+    resident_gemm[Epilogue("none"), RESIDENT[3]]([g, g, g], [o, o, o], 1, ctx)
+    resident_gemm[Epilogue("gelu"), RESIDENT[0]]([g], [o16], 1, ctx)
+    resident_gemm[Epilogue("add_relu", pools=True), RESIDENT[3]]([g], [o], 1, ctx)
+    resident_gemm[Epilogue("none", pools=True), RESIDENT[3]]([g], [o16], 1, ctx)
+    resident_gemm[Epilogue("add"), RESIDENT[1]]([g], [o32], 1, ctx)
+    resident_gemm[Epilogue("relu"), RESIDENT[2]]([g], [o32], 1, ctx)
     gemv[BF16, Epilogue("none")](g, o, ctx)
     gemv[F16, Epilogue("gelu")](g, o16, ctx)
 
@@ -209,11 +205,11 @@ def resident(
 def pingpong(
     g: Geometry, o: Operands[BF16], o16: Operands[F16], o32: Operands[F32], ctx: DeviceContext
 ) raises:
-    pingpong_gemm[BF16, Epilogue("gelu"), PINGPONG[0]](g, o, ctx)
-    pingpong_gemm[BF16, Epilogue("relu"), PINGPONG[1]](g, o, ctx)
-    pingpong_gemms[BF16, Epilogue("none"), PINGPONG[1], 3]([g, g, g], [o, o, o], ctx)
-    pingpong_gemm[F16, Epilogue("none"), PINGPONG[1]](g, o16, ctx)
-    pingpong_gemm[F32, Epilogue("relu"), PINGPONG[0]](g, o32, ctx)
+    pingpong_gemm[Epilogue("gelu"), PINGPONG[0]]([g], [o], ctx)
+    pingpong_gemm[Epilogue("relu"), PINGPONG[1]]([g], [o], ctx)
+    pingpong_gemm[Epilogue("none"), PINGPONG[1]]([g, g, g], [o, o, o], ctx)
+    pingpong_gemm[Epilogue("none"), PINGPONG[1]]([g], [o16], ctx)
+    pingpong_gemm[Epilogue("relu"), PINGPONG[0]]([g], [o32], ctx)
 
 
 def norms[
@@ -222,25 +218,25 @@ def norms[
     comptime measures = Epilogue("add", measures=True)
     comptime normalizes = Epilogue("gelu", normalizes=True)
     var norm = Norm(bias, n)
-    hopper_gemm[dtype, measures, CONFIGS[4]](g, o, 1, ctx, norm=norm)
-    resident_gemm[dtype, normalizes, RESIDENT[3]](g, o, 1, ctx, norm=norm)
+    hopper_gemm[measures, CONFIGS[4]]([g], [o], 1, ctx, norm=norm)
+    resident_gemm[normalizes, RESIDENT[3]]([g], [o], 1, ctx, norm=norm)
     comptime if dtype == BF16:
-        hopper_gemm[dtype, measures, CONFIGS[1]](g, o, 1, ctx, norm=norm)
-        hopper_gemm[dtype, measures, CONFIGS[7]](g, o, 1, ctx, norm=norm)
-        hopper_gemm[dtype, normalizes, CONFIGS[1]](g, o, 1, ctx, norm=norm)
-        hopper_gemm[dtype, normalizes, CONFIGS[6]](g, o, 1, ctx, norm=norm)
-        resident_gemm[dtype, measures, RESIDENT[0]](g, o, 1, ctx, norm=norm)
-        resident_gemm[dtype, measures, RESIDENT[2]](g, o, 1, ctx, norm=norm)
-        resident_gemm[dtype, measures, RESIDENT[3]](g, o, 1, ctx, norm=norm)
-        resident_gemm[dtype, normalizes, RESIDENT[0]](g, o, 1, ctx, norm=norm)
-        resident_gemm[dtype, normalizes, RESIDENT[1]](g, o, 1, ctx, norm=norm)
-        pingpong_gemm[dtype, normalizes, PINGPONG[0]](g, o, ctx, norm=norm)
+        hopper_gemm[measures, CONFIGS[1]]([g], [o], 1, ctx, norm=norm)
+        hopper_gemm[measures, CONFIGS[7]]([g], [o], 1, ctx, norm=norm)
+        hopper_gemm[normalizes, CONFIGS[1]]([g], [o], 1, ctx, norm=norm)
+        hopper_gemm[normalizes, CONFIGS[6]]([g], [o], 1, ctx, norm=norm)
+        resident_gemm[measures, RESIDENT[0]]([g], [o], 1, ctx, norm=norm)
+        resident_gemm[measures, RESIDENT[2]]([g], [o], 1, ctx, norm=norm)
+        resident_gemm[measures, RESIDENT[3]]([g], [o], 1, ctx, norm=norm)
+        resident_gemm[normalizes, RESIDENT[0]]([g], [o], 1, ctx, norm=norm)
+        resident_gemm[normalizes, RESIDENT[1]]([g], [o], 1, ctx, norm=norm)
+        pingpong_gemm[normalizes, PINGPONG[0]]([g], [o], ctx, norm=norm)
 
 
 def turned(g: Geometry, o: Operands[BF16], ctx: DeviceContext) raises:
     comptime for i in range(len(TURNED)):
-        turned_gemm[BF16, Epilogue("relu"), TURNED[i]](g, o, ctx)
-        turned_gemm[BF16, Epilogue("add_relu"), TURNED[i]](g, o, ctx)
+        turned_gemm[Epilogue("relu"), TURNED[i]](g, o, ctx)
+        turned_gemm[Epilogue("add_relu"), TURNED[i]](g, o, ctx)
 
 
 def sparse[
@@ -492,12 +488,12 @@ def main() raises:
         ChainVectors[](full, full, full),
         ctx,
     )
-    hopper_gemm[F16, Epilogue("add_relu"), CONFIGS[4]](
-        g, Operands[F16](half2, half2, full, half2, half2), 1, ctx
+    hopper_gemm[Epilogue("add_relu"), CONFIGS[4]](
+        [g], [Operands[F16](half2, half2, full, half2, half2)], 1, ctx
     )
     comptime for i in [4, 7]:
-        hopper_gemm[F32, Epilogue("add_relu"), CONFIGS[i]](
-            g, Operands[F32](full, full, full, full, full), 1, ctx
+        hopper_gemm[Epilogue("add_relu"), CONFIGS[i]](
+            [g], [Operands[F32](full, full, full, full, full)], 1, ctx
         )
     comptime for config in [LARGE, SMALL]:
         enqueue_token_linear[BF16, Epilogue("none"), config](n, n, n, n, o, ctx)

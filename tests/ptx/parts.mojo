@@ -70,6 +70,10 @@ comptime U32 = DType.uint32
 
 comptime BOX = 64 * ROW
 """Bytes of 64 rows."""
+comptime NORMED = Epilogue("add_relu", normalizes=True, measures=True)
+"""An epilogue with moments of rows."""
+comptime SCALED = Epilogue("add_relu", scales=True)
+"""An epilogue with scales."""
 
 
 @always_inline
@@ -831,7 +835,7 @@ def moved_registers_kernel[groups: Int](seen: Data[I32]):
 def exits_kernel(
     maps: TensorMaps[2],
     sums: Data[F32],
-    tensors: EpilogueTensors[BF16, 1, False, True],
+    tensors: EpilogueTensors[BF16, NORMED],
     pooled: EpilogueTensors[BF16],
     before: Norm,
     after: Norm,
@@ -845,7 +849,6 @@ def exits_kernel(
     """
     comptime COLUMNS = 128
     comptime PAIRS = COLUMNS // 4
-    comptime normed = Epilogue("add_relu", normalizes=True, measures=True)
     comptime mean = Epilogue("add_relu", pools=True)
     var data = shared_memory["parts"]()
     var bias = data + 3 * BOX + 3 * Pipeline.BARRIERS
@@ -869,8 +872,8 @@ def exits_kernel(
     )
     wait_on_dependent_grids()
     var norm = RowMoments(before, at, row=at.row(), rows=m).norm(before, at)
-    var residual = outputs.load_residual[BF16, normed](tensors)
-    finish_pairs[BF16, normed](outputs, at, tensors, mine, 1, bias, residual, norm)
+    var residual = outputs.load_residual[BF16, NORMED](tensors)
+    finish_pairs[BF16, NORMED](outputs, at, tensors, mine, 1, bias, residual, norm)
     residual = outputs.load_residual[BF16, mean](pooled)
     pool_pairs[BF16, mean](outputs, at, pooled, mine, 0.5, bias, residual, bias + 4 * COLUMNS, m)
 
@@ -891,7 +894,7 @@ def bytes_kernel[
 ](
     maps: TensorMaps[2],
     sums: Data[SUM[dtype]],
-    tensors: EpilogueTensors[dtype, 1, True],
+    tensors: EpilogueTensors[dtype, SCALED],
     rows: Data[dtype],
     scaled: Data[SUM[dtype]],
     m: Int32,
@@ -917,7 +920,7 @@ def bytes_kernel[
     )
     leave[64](scaled, at, rescaled(mine, at, tensors.scales[0].product, 0, f), 64)
     stage.wait()
-    finish_byte_columns[dtype, Epilogue("add_relu", scales=True), 64](
+    finish_byte_columns[dtype, SCALED, 64](
         stage.stage(), at, mine, tensors.row_channels(at, 0, f), tensors
     )
     fence_async()
@@ -991,7 +994,7 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
     ctx.enqueue_function[exits_kernel](
         TensorMaps[2](),
         floats,
-        EpilogueTensors[BF16, 1, False, True](floats, floats, halves, halves),
+        EpilogueTensors[BF16, NORMED](floats, floats, halves, halves),
         ends,
         norm,
         norm,
@@ -1006,7 +1009,7 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
         ctx.enqueue_function[bytes_kernel[dtype]](
             TensorMaps[2](),
             sums,
-            EpilogueTensors[dtype, 1, True](floats, floats, a, a),
+            EpilogueTensors[dtype, SCALED](floats, floats, a, a),
             a,
             sums,
             number,
