@@ -859,8 +859,8 @@ def _skip[
 
 @always_inline
 def _own[config: Config](at: Fragment) -> UInt32:
-    """Numbers the barrier of a consumer's own threads, after those of `OrderedSequence`."""
-    return UInt32(at.group()) + UInt32(config.groups) + 1
+    """Numbers the barrier of a consumer's own threads."""
+    return OrderedSequence.own_barrier(at.group(), Int32(config.groups))
 
 
 @always_inline

@@ -30,7 +30,6 @@ from ..hopper.accumulator import Fragment, Sums, pair
 from ..hopper.conv import Conv, Step, load_pixels, pixels_map
 from ..hopper.mainloop import multiply_stages
 from ..hopper.pipeline import Pipeline
-from ..hopper.ptx import fence_barrier_init, sync_threads
 from ..hopper.scheduler import Share
 from ..hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ..hopper.store import Storing
@@ -239,19 +238,14 @@ def hopper_kernel[
         o: The tensors; dw or its room is written.
         problem: Sizes.
     """
-    var data = shared_memory["conv2d_weight_grad"]()
-    var pipeline = Pipeline(
-        data,
-        data + UInt32(config.stages * config.stage()),
-        stages=Int32(config.stages),
-        bytes=UInt32(config.stage()),
+    var pipeline = Pipeline.of_block[config.stages](
+        shared_memory["conv2d_weight_grad"](),
+        bytes=config.stage(),
+        consumers=config.groups(),
+        threads=config.threads(),
     )
-    var t = Int32(thread_idx.x)
-    if t == 0:
-        pipeline.init[config.stages](consumers=config.groups())
-        fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
+    var t = Int32(thread_idx.x)
     var work = _Work(problem, config)
     if t // Int32(WARP) == Int32(4 * config.groups()):
         # One thread drives the copy engine.

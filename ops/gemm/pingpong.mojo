@@ -321,7 +321,7 @@ def _consume[
     var schedule = problem.schedule
     var steps = problem.steps()
     var leads = at.leads()
-    var own = UInt32(at.group() + GROUPS) + 1  # after the barriers of `order`
+    var own = OrderedSequence.own_barrier(at.group(), GROUPS)
     var tiles = schedule.stationary()
     var product = schedule.tile(tiles.first).product
     var end = tensors.of(product)
