@@ -851,10 +851,15 @@ def _consume[
                 comptime if not mlp:
                     store_16x16[k](chunks.stage(), at, h[k])
             comptime if not mlp:
-                sync_writes(group + 1)
-                if leads:
-                    storing.release()
-                    store_boxes[dtype, WIDTH](h_map, chunks.stage(), chunk * Int32(WIDTH), m0)
+                store_boxes[dtype, WIDTH](
+                    h_map,
+                    chunks.stage(),
+                    chunk * Int32(WIDTH),
+                    m0,
+                    barrier=group + 1,
+                    leads=leads,
+                    before=storing,
+                )
                 storing.begin(chunks)
                 chunks.advance()
 
@@ -876,10 +881,9 @@ def _consume[
         comptime for k in range(4 * F):
             var v = activate[second, dtype](sums_16x16[k % 4](z[k // 4]))
             store_16x16[k](x, at, v.cast[dtype]())
-        sync_writes(group + 1)
-        if leads:
-            storing.release()
-            store_boxes[dtype, F * WIDTH](z_map, x, 0, m0)
+        store_boxes[dtype, F * WIDTH](
+            z_map, x, 0, m0, barrier=group + 1, leads=leads, before=storing
+        )
         storing.begin(tiles)
         comptime if config.x_stages == 1:
             # The next tile, before whose first chunk the stage would be released, has no other.
@@ -961,10 +965,15 @@ def _consume_bytes[
                     var y = apply[first, dtype](quad[k, half](sums), of, residual, residual_scale)
                     h[2 * k + half] = bitcast[DType.uint32, 1](narrowed[dtype](y))
                     shared_store(place, h[2 * k + half])
-            sync_writes(group + 1)
-            if leads:
-                storing.release()
-                store_boxes[dtype, CHUNK](h_map, chunks.stage(), chunk * Int32(CHUNK), m0)
+            store_boxes[dtype, CHUNK](
+                h_map,
+                chunks.stage(),
+                chunk * Int32(CHUNK),
+                m0,
+                barrier=group + 1,
+                leads=leads,
+                before=storing,
+            )
             storing.begin(chunks)
             chunks.advance()
 
@@ -981,10 +990,9 @@ def _consume_bytes[
                 place += swizzle[Z_ROW](UInt32(16 * k) + UInt32(mine), row)
                 var y = apply[second, dtype](quad[k, half](z), of)
                 shared_store(place, bitcast[DType.uint32, 1](narrowed[dtype](y)))
-        sync_writes(group + 1)
-        if leads:
-            storing.release()
-            store_boxes[dtype, COLUMNS, bytes=Z_ROW](z_map, x, 0, m0)
+        store_boxes[dtype, COLUMNS, bytes=Z_ROW](
+            z_map, x, 0, m0, barrier=group + 1, leads=leads, before=storing
+        )
         storing.begin(tiles)
         tiles.advance()
     stores_read()

@@ -51,7 +51,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, block_memory, shared_memory
-from ..hopper.store import BoxRing, store_boxes, sync_writes
+from ..hopper.store import BoxRing, store_boxes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
 from ..operands import Operands, Scales, dtypes
@@ -386,9 +386,9 @@ def _consume[
                 problem.filters,
                 norm=norm,
             )
-            sync_writes(own)
-            if leads:
-                store_boxes[out, WIDTH, bytes=config.row[out]()](y, to, f0 + Int32(column), m0)
+            store_boxes[out, WIDTH, bytes=config.row[out]()](
+                y, to, f0 + Int32(column), m0, barrier=own, leads=leads
+            )
         pipeline.advance(UInt32((GROUPS - 1) * steps))
     stores_read()
 

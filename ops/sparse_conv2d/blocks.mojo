@@ -46,7 +46,7 @@ from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import stores_read, sync_threads
 from ..hopper.scheduler import Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
-from ..hopper.store import Storing, load_residual, store_boxes, sync_writes
+from ..hopper.store import Storing, load_residual, store_boxes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..hopper.window import Reads
 from ..launch import launch
@@ -459,10 +459,8 @@ def _consume[
             pipeline.wait()
             var to = pipeline.stage() + group * UInt32(RESULT)
             finish_columns[dtype, epilogue, PART, part * PART](to, at, sums, problem.alpha, bias)
-            sync_writes(group + 1)
-            if leads:
-                var m = tile.row * Int32(config.pixels) + Int32(part * PART)
-                store_boxes[dtype, ROWS, rows=PART](y, to, f0, m)
+            var m = tile.row * Int32(config.pixels) + Int32(part * PART)
+            store_boxes[dtype, ROWS, rows=PART](y, to, f0, m, barrier=group + 1, leads=leads)
             pipeline.advance()
     stores_read()
 

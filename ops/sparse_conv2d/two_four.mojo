@@ -492,9 +492,8 @@ def _consume[
                 if leads:
                     windows.release()
             else:
-                sync_writes(group + 1)
-                if leads and m < problem.rows_of(0):
-                    store_boxes[dtype, ROWS, rows=PART](y, to, f0, m)
+                var stores = leads and m < problem.rows_of(0)
+                store_boxes[dtype, ROWS, rows=PART](y, to, f0, m, barrier=group + 1, leads=stores)
             windows.advance()
     stores_read()
 
