@@ -435,7 +435,9 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         fence_barrier_init()
 
     @always_inline
-    def load_scales(self, vectors: ChainVectors[True], problem: ChainProblem, t: Int32):
+    def load_vectors(
+        self, vectors: ChainVectors[Self.config.bytes], problem: ChainProblem, t: Int32
+    ):
         """Copies biases and scales, by all threads of the block.
 
         Args:
@@ -444,26 +446,36 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             t: The thread.
         """
         comptime THREADS = Int32(Self.config.threads())
-        var columns = problem.chunks * Int32(Self.config.chunk())
-        for i in range(t, columns, THREADS):
-            var bias, scale, source = Float32(0), Float32(0), Float32(0)
-            if i < problem.hidden:
-                bias = vectors.bias1[unsafe_offset=Int(i)]
-                scale = vectors.scales[0].product[unsafe_offset=Int(i)]
-                comptime if Self.config.s > 0:
-                    bias += vectors.bias[unsafe_offset=Int(i)]
-                    source = scale
-                    scale *= vectors.scales[0].first[unsafe_offset=Int(i)]
-            var at = self.data + UInt32(Self.BIAS1) + UInt32(i) * 4
-            shared_store_float(at, bias)
-            shared_store_float(at + UInt32(columns) * 4, scale)
-            comptime if Self.config.s > 0:
-                shared_store_float(at + UInt32(columns) * 8, source)
+        comptime if Self.config.bytes or Self.config.near:
+            var columns = problem.chunks * Int32(Self.config.chunk())
+            for i in range(t, columns, THREADS):
+                var bias, scale, source = Float32(0), Float32(0), Float32(0)
+                if i < problem.hidden:
+                    bias = vectors.bias1[unsafe_offset=Int(i)]
+                    comptime if Self.config.s > 0:
+                        bias += vectors.bias[unsafe_offset=Int(i)]
+                    comptime if Self.config.bytes:
+                        scale = vectors.scales[0].product[unsafe_offset=Int(i)]
+                        comptime if Self.config.s > 0:
+                            source = scale
+                            scale *= vectors.scales[0].first[unsafe_offset=Int(i)]
+                var at = self.data + UInt32(Self.BIAS1)
+                comptime if Self.config.bytes:
+                    at += UInt32(i) * 4
+                    shared_store_float(at, bias)
+                    shared_store_float(at + UInt32(columns) * 4, scale)
+                    comptime if Self.config.s > 0:
+                        shared_store_float(at + UInt32(columns) * 8, source)
+                else:
+                    at += UInt32(i // 2 * 16 + i % 2 * 4)
+                    shared_store_float(at, bias)
+                    shared_store_float(at + 8, bias)
         for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
             var at = self.data + UInt32(i) * 4
             shared_store_float(at + UInt32(Self.BIAS2), vectors.bias2[unsafe_offset=Int(i)])
-            var scale = vectors.scales[1].product[unsafe_offset=Int(i)]
-            shared_store_float(at + UInt32(Self.SCALE2), scale)
+            comptime if Self.config.bytes:
+                var scale = vectors.scales[1].product[unsafe_offset=Int(i)]
+                shared_store_float(at + UInt32(Self.SCALE2), scale)
 
     @always_inline
     def channels1(self, column: Int32, problem: ChainProblem) -> Channels[4]:
@@ -508,30 +520,6 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         return Channels[4](
             shared_load4(at + UInt32(Self.SCALE2)), shared_load4(at + UInt32(Self.BIAS2))
         )
-
-    @always_inline
-    def load_vectors(self, vectors: ChainVectors[_], problem: ChainProblem, t: Int32):
-        """Copies the biases, by all threads of the block.
-
-        Args:
-            vectors: In global memory.
-            problem: Sizes.
-            t: The thread.
-        """
-        comptime THREADS = Int32(Self.config.threads())
-        comptime if Self.config.near:
-            for i in range(t, problem.chunks * Int32(WIDTH), THREADS):
-                var value = Float32(0)
-                if i < problem.hidden:
-                    value = vectors.bias1[unsafe_offset=Int(i)]
-                    comptime if Self.config.s > 0:
-                        value += vectors.bias[unsafe_offset=Int(i)]
-                var at = self.data + UInt32(Self.BIAS1) + UInt32(i // 2 * 16 + i % 2 * 4)
-                shared_store_float(at, value)
-                shared_store_float(at + 8, value)
-        for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
-            var at = self.data + UInt32(Self.BIAS2) + UInt32(i) * 4
-            shared_store_float(at, vectors.bias2[unsafe_offset=Int(i)])
 
 
 struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassable):
@@ -658,10 +646,7 @@ def chain_kernel[
     var t = Int32(thread_idx.x)
     if t == 0:
         storage.init_barriers()
-    comptime if config.bytes:
-        storage.load_scales(rebind[ChainVectors[True]](vectors), problem, t)
-    else:
-        storage.load_vectors(vectors, problem, t)
+    storage.load_vectors(vectors, problem, t)
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
@@ -673,9 +658,8 @@ def chain_kernel[
     else:
         registers_take[consumer_registers(config.groups)]()
         comptime if config.bytes:
-            var residual = rebind[ChainVectors[True]](vectors).scales[0].residual
             _consume_bytes[dtype, right](
-                maps.address(), problem, storage, Fragment(t), residual.scale
+                maps.address(), problem, storage, Fragment(t), vectors.scales[0].residual.scale
             )
         else:
             comptime C = config.c * WIDTH
@@ -910,14 +894,11 @@ def _consume_bytes[
     comptime X_ROW = config.row(config.c)
     comptime Z_ROW = config.row(config.f)
     comptime COLUMNS = config.f * WIDTH
-    comptime joins = "add" if config.s == 0 else "none"
-    comptime rectifies = "add_relu" if config.s == 0 else "relu"
-    comptime first = Epilogue(joins if dtype.is_integral() else rectifies, scales=True)
-    comptime second = Epilogue("none" if dtype.is_integral() else "relu", scales=True)
+    comptime first = Epilogue.rectified[dtype, adds=config.s == 0]()
+    comptime second = Epilogue.rectified[dtype]()
     var group = UInt32(at.group())
     var leads = at.leads()
     var mine = at.column() * 2
-    var row = UInt32(at.row())
     var z_map = TileStore(maps, 3)
     var h_map = TileStore(maps, 5)
 
@@ -955,16 +936,11 @@ def _consume_bytes[
                 comptime if config.s > 0:
                     scale = storage.source_scale(column + Int32(16 * k), problem)
                 comptime for half in range(2):
-                    var place = chunks.stage() + (row + UInt32(8 * half)) * UInt32(ROW)
-                    place += swizzle(UInt32(16 * k) + UInt32(mine), row)
-                    var residual = SIMD[F32, 4](0)
                     comptime if config.s > 0:
                         of.bias = quad[k, half](more).fma(scale, bias)
-                    else:
-                        residual = bitcast[dtype, 4](shared_load(place)).cast[F32]()
-                    var y = apply[first, dtype](quad[k, half](sums), of, residual, residual_scale)
-                    h[2 * k + half] = bitcast[DType.uint32, 1](narrowed[dtype](y))
-                    shared_store(place, h[2 * k + half])
+                    h[2 * k + half] = _finish_quad[dtype, first, k, half](
+                        chunks.stage(), at, sums, of, residual_scale
+                    )
             store_boxes[dtype, CHUNK](
                 h_map,
                 chunks.stage(),
@@ -986,16 +962,36 @@ def _consume_bytes[
         comptime for k in range(COLUMNS // 16):
             var of = storage.channels2(Int32(16 * k) + mine)
             comptime for half in range(2):
-                var place = x + (row + UInt32(8 * half)) * UInt32(Z_ROW)
-                place += swizzle[Z_ROW](UInt32(16 * k) + UInt32(mine), row)
-                var y = apply[second, dtype](quad[k, half](z), of)
-                shared_store(place, bitcast[DType.uint32, 1](narrowed[dtype](y)))
+                _ = _finish_quad[dtype, second, k, half, bytes=Z_ROW](x, at, z, of)
         store_boxes[dtype, COLUMNS, bytes=Z_ROW](
             z_map, x, 0, m0, barrier=group + 1, leads=leads, before=storing
         )
         storing.begin(tiles)
         tiles.advance()
     stores_read()
+
+
+@always_inline
+def _finish_quad[
+    sum: DType, //, dtype: DType, epilogue: Epilogue, k: Int, half: Int, *, bytes: Int = ROW
+](
+    rows: UInt32,
+    at: Fragment,
+    sums: StaticTuple[Scalar[sum], _],
+    of: Channels[4],
+    residual_scale: Float32 = 1,
+) -> UInt32:
+    """Finishes a quad of sums in its place in shared memory, and packs it as wgmma takes it."""
+    var row = UInt32(at.row())
+    var place = rows + (row + UInt32(8 * half)) * UInt32(bytes)
+    place += swizzle[bytes](UInt32(16 * k) + UInt32(at.column() * 2), row)
+    var residual = SIMD[F32, 4](0)
+    comptime if epilogue.joins:
+        residual = bitcast[dtype, 4](shared_load(place)).cast[F32]()
+    var y = apply[epilogue, dtype](quad[k, half](sums), of, residual, residual_scale)
+    var bits = bitcast[DType.uint32, 1](narrowed[dtype](y))
+    shared_store(place, bits)
+    return bits
 
 
 @always_inline
