@@ -293,7 +293,7 @@ def two_four_kernel[
     elif t % Int32(WARP) == 0:
         # Two threads drive the copy engine.
         if warp == 0:
-            _produce_windows[dtype, epilogue, config](maps.address(), problem, layout, windows)
+            _produce_windows[epilogue, config](maps.address(), problem, layout, windows)
         else:
             _produce_steps[dtype, config](filters, problem, steps)
 
@@ -339,7 +339,7 @@ def _produce_steps[
 
 @always_inline
 def _produce_windows[
-    dtype: DType, epilogue: Epilogue, config: Config
+    epilogue: Epilogue, config: Config
 ](maps: UInt64, problem: Problem[1], layout: WindowLayout, at_start: Pipeline):
     """Fills the ring of windows, tile after tile, and brings the residual."""
     comptime PART = config.part()

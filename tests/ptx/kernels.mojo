@@ -61,7 +61,8 @@ from ops.rows import softmax_grad_kernel, softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
 from ops.sparse_conv2d.tuning import CONFIGS as TILED
 from ops.sparse_conv2d.two_four import TILES, two_four_tile
-from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
+from ops.sparse_conv2d.blocks import TILES as BLOCKS
+from ops.sparse_conv2d.blocks import enqueue_blocks
 from ops.squeeze_excite.config import SqueezeSizes, SqueezeTensors
 from ops.squeeze_excite.gpu import enqueue_squeeze_excite
 from ops.stem.config import Stem, StemOperands, Tiling
@@ -264,17 +265,12 @@ def blocks(
     n: Int,
     ctx: DeviceContext,
 ) raises:
-    comptime for i in range(3):
-        comptime narrow = NARROW[i]
-        comptime wide = WIDE[i]
-        enqueue_blocks[BF16, Epilogue("none"), narrow](g, o, lists, n, n, 1, ctx)
-        enqueue_blocks[BF16, Epilogue("none"), wide](g, o, lists, n, n, 1, ctx)
-        enqueue_blocks[BF16, Epilogue("add_relu"), narrow](g, o, lists, n, n, 1, ctx)
-        enqueue_blocks[BF16, Epilogue("add_relu"), wide](g, o, lists, n, n, 1, ctx)
-        enqueue_blocks[F16, Epilogue("gelu"), narrow](g, o16, lists, n, n, 1, ctx)
-        enqueue_blocks[F16, Epilogue("gelu"), wide](g, o16, lists, n, n, 1, ctx)
-        enqueue_blocks[F32, Epilogue("add"), narrow](g, o32, lists, n, n, 1, ctx)
-        enqueue_blocks[F32, Epilogue("add"), wide](g, o32, lists, n, n, 1, ctx)
+    comptime for i in range(len(BLOCKS)):
+        comptime config = BLOCKS[i]
+        enqueue_blocks[BF16, Epilogue("none"), config](g, o, lists, n, n, 1, ctx)
+        enqueue_blocks[BF16, Epilogue("add_relu"), config](g, o, lists, n, n, 1, ctx)
+        enqueue_blocks[F16, Epilogue("gelu"), config](g, o16, lists, n, n, 1, ctx)
+        enqueue_blocks[F32, Epilogue("add"), config](g, o32, lists, n, n, 1, ctx)
 
 
 def tiled[

@@ -834,31 +834,27 @@ def two_four(
 
 @dataclass(frozen=True)
 class Blocks:
-    """A Config of ops/sparse_conv2d/blocks.mojo: one of NARROW and WIDE."""
+    """A Config of ops/sparse_conv2d/blocks.mojo, of tiles of 64 filters."""
 
-    columns: int
     pixels: int
     stages: int
     kind: str = ""
 
     @property
     def label(self) -> str:
-        return f"{self.pixels}x{self.columns}x{self.stages}{self.kind}"
+        return f"{self.pixels}x64x{self.stages}{self.kind}"
 
     def parts(self, size: int) -> int:
         parts = 1
-        while self.pixels // parts * self.columns * size > (self.pixels + self.columns) * 128:
+        while self.pixels // parts * 64 * size > (self.pixels + 64) * 128:
             parts *= 2
         return parts
 
 
 BLOCKS = (
-    Blocks(64, 128, 8, "overlap"),
-    Blocks(64, 192, 3),
-    Blocks(64, 64, 6, "split"),
-    Blocks(128, 128, 6, "overlap"),
-    Blocks(128, 192, 5, "overlap"),
-    Blocks(128, 64, 4, "split"),
+    Blocks(128, 8, "overlap"),
+    Blocks(192, 3),
+    Blocks(64, 6, "split"),
 )
 
 
@@ -881,14 +877,14 @@ def blocks(
     memory, g = Tensors(), p.g
     size = np.dtype(DTYPES[dtype]).itemsize
     width, part = 128 // size, tile.pixels // tile.parts(size)
-    packed, lists = block_steps(p.w.transpose(1, 2, 3, 0), tile.columns, width)
+    packed, lists = block_steps(p.w.transpose(1, 2, 3, 0), 64, width)
 
     y_at, y = held(memory, unwritten((g.pixels, g.f), dtype))
     residual_at, residual = held(memory, p.residual)
     x, w = held(memory, p.x)[1], held(memory, packed.reshape(-1, width))[1]
     maps = [
         pixels_of(x, g, tile.pixels, width),
-        Tiled(w, (tile.columns, width)),
+        Tiled(w, (64, width)),
         Tiled(y, (part, width)),
         Tiled(residual, (part, width)) if adds else None,
     ]
@@ -909,8 +905,8 @@ def blocks(
         ],
         memory,
         grid=(tall * wide_ * splits if tile.kind == "split" else min(tall * wide_, processors),),
-        threads=2 * tile.columns + 32,
-        shared_bytes=tile.stages * (tile.pixels + tile.columns) * 128 + 16 * tile.stages + 1024,
+        threads=128 + 32,
+        shared_bytes=tile.stages * (tile.pixels + 64) * 128 + 16 * tile.stages + 1024,
         cluster=splits,
         maps=maps,
     )
