@@ -927,7 +927,7 @@ class OneTile:
         return f"{64 * self.groups}x{self.columns}" + "split" * self.split
 
     def shared_bytes(self, box: Sequence[int], filters: int, pixels: int) -> int:
-        """Counts what a TileStorage divides, of so many stages, and what aligning it may take."""
+        """Counts what a TileBlock divides, of so many stages, and what aligning it may take."""
         rings = filters * (self.columns * 128 + 16) + pixels * (box[0] + 16)
         inbox = self.split * 64 * self.groups * self.columns * 4 + 8
         return rings + inbox + 4 * self.columns + 1024
