@@ -467,7 +467,6 @@ def hopper_attention_kernel[
     result: Result[dtype, out, config.projected],
     problem: Problem[dtype, out],
     tensors: MaskTensors[dtype],
-    sizes: MaskSizes,
 ):
     """Computes every grid-th item.
 
@@ -482,7 +481,6 @@ def hopper_attention_kernel[
         result: Result y[N, T, C], or the other tensors of that layer.
         problem: Sizes.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime assert config.keys % 16 == 0, "attention: a step of wgmma takes 16 keys"
     comptime assert config.depth % 32 == 0, "attention: a box has 32 channels, or 64"
@@ -514,11 +512,11 @@ def hopper_attention_kernel[
         registers_give[PRODUCER_REGISTERS]()
         # One thread drives the copy engine.
         if t % Int32(WARPGROUP) == 0:
-            _produce[config, mask](maps.address(), problem, sizes, pipeline)
+            _produce[config, mask](maps.address(), problem, tensors.sizes, pipeline)
     else:
         registers_take[consumer_registers(config.groups)]()
         _consume[dtype, config, mask](
-            maps.address(), result, problem, tensors, sizes, pipeline, Fragment(t)
+            maps.address(), result, problem, tensors, pipeline, Fragment(t)
         )
 
 
@@ -631,7 +629,6 @@ def _consume[
     result: Result[dtype, out, config.projected],
     problem: Problem[...],
     tensors: MaskTensors[dtype],
-    sizes: MaskSizes,
     at_start: Pipeline,
     at: Fragment,
 ):
@@ -670,7 +667,6 @@ def _consume[
 
         var masks = TileMask[dtype, mask, KEYS](
             tensors,
-            sizes,
             at,
             n=tile.n,
             head=tile.channel // Int32(config.depth),
@@ -679,7 +675,7 @@ def _consume[
             s=problem.s,
         )
         var last = min(tile.first + Int32(ROWS), problem.t) - 1
-        var key_tiles = sizes.tiles[mask, KEYS](last, problem.key_tiles)
+        var key_tiles = tensors.sizes.tiles[mask, KEYS](last, problem.key_tiles)
         var softmax = Softmax(1 if mask.bias else problem.scale)
         var sums = StaticTuple[Float32, config.depth // 2](fill=0)
         queries.wait()
@@ -751,9 +747,7 @@ def _consume[
             pipeline.release()
         comptime if mask.logsumexp:
             var row = tile.first + at.row()
-            var head = tile.n * (problem.c // Int32(config.depth)) + tile.channel // Int32(
-                config.depth
-            )
+            var head = tile.n * problem.heads + tile.channel // Int32(config.depth)
             comptime for half in range(2):
                 var sum = over_lanes[4](softmax.sum[half])
                 if column == 0 and row + Int32(8 * half) < problem.t:
@@ -934,7 +928,6 @@ def enqueue_hopper[
 ](
     o: Attention[dtype, out],
     tensors: MaskTensors[dtype],
-    sizes: MaskSizes,
     ctx: DeviceContext,
     *,
     linear: Optional[Operands[dtype]] = None,
@@ -951,7 +944,6 @@ def enqueue_hopper[
     Args:
         o: Tensors and sizes; heads of `config.depth` channels.
         tensors: What masks read.
-        sizes: Where that lies.
         ctx: The GPU.
         linear: Weights, bias, residual and result of the linear layer, if the config has one; y of
             `o` is not stored then.
@@ -982,7 +974,6 @@ def enqueue_hopper[
         Result[dtype, out, config.projected](o.y, linear, moments),
         problem,
         tensors,
-        sizes,
         grid_dim=problem.schedule.blocks(device.multiprocessors),
         block_dim=config.threads(),
         shared=config.shared(),

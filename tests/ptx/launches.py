@@ -1455,7 +1455,7 @@ def attention(
     if rows:
         head, block = divmod(total, blocks)
         parameters.append(pack("4i", head // g.heads, head % g.heads, block, 0))
-    parameters += _masks(memory, masks or Masks())
+    parameters.append(_masks(memory, masks or Masks()))
     launch = Launch(
         kernel,
         parameters,
@@ -1540,7 +1540,7 @@ def hopper_attention(
             bytes(128 * len(maps)),
             result,
             pack("6if", *sizes, scale * np.log2(np.e)) + schedule,
-            *_masks(memory, masks or Masks()),
+            _masks(memory, masks or Masks()),
         ],
         memory,
         grid=(min(items, processors),),
@@ -1613,8 +1613,8 @@ def attention_linear(
     return y, norm.moments
 
 
-def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
-    """Packs MaskTensors and MaskSizes; rows of bias are as long as is even."""
+def _masks(memory: Tensors, masks: Masks) -> bytes:
+    """Packs MaskTensors; rows of bias are as long as is even."""
     bias, keys, image, images, head, row = 0, 0, 0, 1, 0, 0
     if masks.bias is not None:
         images, heads, t, s = masks.bias.shape
@@ -1632,7 +1632,7 @@ def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
         kept = memory.add(masks.logsumexp)
         masks.views.append(memory.array(kept, masks.logsumexp))
     sizes = pack("2iq2i", image, images, head, row, masks.diagonal or 0)
-    return pack("3Q", bias, keys, kept), sizes
+    return pack("3Q", bias, keys, kept) + sizes
 
 
 def attention_grad(
@@ -1663,12 +1663,12 @@ def attention_grad(
     if plain:
         rows = 32
         shared = 4 * (128 * (-(-g.depth // 4) * 4 + 4) + 2048)
-    parts = _masks(memory, masks)
+    packed = _masks(memory, masks)
     for side, count in (("queries", g.t), ("keys", g.s)):
         blocks = -(-count // rows)
         launch = Launch(
             find(f"attention_grad_{'plain_' * plain}{side}_{masks.label}{g.depth}_{dtype}"),
-            [forward + pack("6Q", *at[4:]), pack("i", blocks), *parts],
+            [forward + pack("6Q", *at[4:]), pack("i", blocks), packed],
             memory,
             grid=(blocks * g.n * g.heads,),
             threads=128,
