@@ -706,14 +706,15 @@ def weight_grad(
         chunks = -(-g.c // 64)
         conv = [q, p * q, g.s, g.r * g.s, chunks, *g.stride, *g.pad, *g.dilation, int(g.plain)]
         rows, columns = -(-g.f // (64 * tile.filters)), -(-chunks * g.r * g.s // tile.boxes)
-        sizes = [*conv, g.c, g.f, -(-g.pixels // 64), parts, rows, columns]
+        tiles = rows * columns * parts
+        sizes = [*conv, g.c, g.f, -(-g.pixels // 64), parts, rows, 0, columns, tiles, 1]
         maps = [Tiled(dy.reshape(-1, g.f), (64, 64)), pixels_of(x, g, 64, 64)]
         stage = (tile.filters + tile.boxes) * 64 * 128
         launch = Launch(
             first,
-            [bytes(256), tensors, pack("18i", *sizes)],
+            [bytes(256), tensors, pack("21i", *sizes)],
             memory,
-            grid=(rows * columns * parts,),
+            grid=(tiles,),
             threads=128 * tile.filters * tile.shares + 32,
             shared_bytes=tile.stages * (stage + 16) + 1024,
             maps=maps,
