@@ -454,6 +454,17 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
         return self._number(problem) < problem.schedule.tiles
 
 
+struct _Maps:
+    """Which tensor map is which; the last three are those of a linear layer."""
+
+    comptime Q = 0
+    comptime K = 1
+    comptime V = 2
+    comptime W = 3
+    comptime RESIDUAL = 4
+    comptime Y = 5
+
+
 @__name(t"{config.op()}_hopper_{mask.label()}{config.label()}_{dtypes[dtype, out]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
@@ -587,15 +598,15 @@ def _produce[
     Stages of keys that no query of the item sees come as they are.
     """
     comptime TILE = UInt32(config.tile())
-    var k = TileLoader(maps, 1)
-    var v = TileLoader(maps, 2)
+    var k = TileLoader(maps, _Maps.K)
+    var v = TileLoader(maps, _Maps.V)
     k.prefetch_descriptor()
     v.prefetch_descriptor()
     comptime if config.projected:
         # Weights do not depend on the kernel before.
         var weights = _weights[config](at_start.data)
         weights.expect(weights.bytes)
-        TileLoader(maps, 3).load(weights.stage(), weights.barrier(), 0, 0)
+        TileLoader(maps, _Maps.W).load(weights.stage(), weights.barrier(), 0, 0)
     wait_on_dependent_grids()
     var pipeline = at_start
     for number in problem.schedule.turns():
@@ -640,7 +651,7 @@ def _consume[
     comptime GROUPS = Int32(config.groups)
     var leads = at.leads()
     var column = at.column()
-    var q = TileLoader(maps)
+    var q = TileLoader(maps, _Maps.Q)
     var queries = _queries[config](at_start.data, at.group())
     var next = QueryTile[config.depth](problem, at.group())
     if leads:
@@ -721,7 +732,7 @@ def _consume[
             comptime if config.projected:
                 stores_read()
                 residual.expect(residual.bytes)
-                TileLoader(maps, 4).load(
+                TileLoader(maps, _Maps.RESIDUAL).load(
                     residual.stage(), residual.barrier(), 0, tile.first, tile.n
                 )
             _load_queries[config](q, queries, next, problem)
@@ -762,7 +773,7 @@ def _consume[
             )
             var stored = finish_boxes[dtype, 1](residual, 1, at, sums, barrier=_own[config](at))
             if leads:
-                TileStore(maps, 5).store(residual.stage(), 0, tile.first, tile.n)
+                TileStore(maps, _Maps.Y).store(residual.stage(), 0, tile.first, tile.n)
                 stores_commit()
             residual.advance()
             var row = tile.first + at.row()
@@ -958,16 +969,18 @@ def enqueue_hopper[
     var n, t, s, c = Int64(o.n), Int64(o.t), Int64(o.s), Int64(o.c)
     var channels = Int32(config.row() // 2)
     var keys = Int32(config.keys)
-    maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
-    maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
-    maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
+    maps.maps[_Maps.Q] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
+    maps.maps[_Maps.K] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
+    maps.maps[_Maps.V] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
     comptime if config.projected:
         var l = linear.value()
-        maps.maps[3] = matrix_map[dtype](
+        maps.maps[_Maps.W] = matrix_map[dtype](
             ctx, l.w, rows=config.depth, columns=config.depth, box=config.depth
         )
-        maps.maps[4] = tensor_map[dtype, 3](ctx, l.residual, [c, t, n], [channels, Int32(ROWS), 1])
-        maps.maps[5] = tensor_map[dtype, 3](ctx, l.y, [c, t, n], [channels, Int32(ROWS), 1])
+        maps.maps[_Maps.RESIDUAL] = tensor_map[dtype, 3](
+            ctx, l.residual, [c, t, n], [channels, Int32(ROWS), 1]
+        )
+        maps.maps[_Maps.Y] = tensor_map[dtype, 3](ctx, l.y, [c, t, n], [channels, Int32(ROWS), 1])
     launch[hopper_attention_kernel[dtype, out, config, mask]](
         ctx,
         maps,

@@ -619,6 +619,18 @@ struct ChainProblem(KernelArgument, TrivialRegisterPassable):
         self.hidden, self.rows, self.eps = Int32(hidden), Int32(rows), eps
 
 
+struct _Maps:
+    """Which tensor map is which; the last is that of a second source's weights."""
+
+    comptime X = 0
+    comptime W1 = 1
+    comptime W2 = 2
+    comptime Z = 3
+    comptime RESIDUAL = 4
+    comptime H = 5
+    comptime V = 6
+
+
 @__name(t"{op}_hopper_{config.label()}_{dtypes[dtype, dtype, right]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
@@ -672,8 +684,8 @@ def _produce[
     config: ChainConfig, //, mlp: Bool
 ](maps: UInt64, problem: ChainProblem, storage: ChainStorage[config]):
     """Fills the pipelines, tile after tile, as stages become free."""
-    var x = TileLoader(maps)
-    var residual = TileLoader(maps, 4)
+    var x = TileLoader(maps, _Maps.X)
+    var residual = TileLoader(maps, _Maps.RESIDUAL)
     comptime if not mlp:
         residual.prefetch_descriptor()
     x.prefetch_descriptor()
@@ -730,7 +742,7 @@ def _load_weights[
     var full = weights.barrier(stage)
     var column = number // 2 * Int32(config.chunk())
     if number % 2 == 0:
-        var w1 = TileLoader(maps, 1)
+        var w1 = TileLoader(maps, _Maps.W1)
         weights.expect(stage, UInt32(config.w1()))
         comptime for i in range(config.copies(config.c)):
             w1.load(to + UInt32(i * BOX), full, Int32(i * WIDTH), column)
@@ -738,9 +750,9 @@ def _load_weights[
             comptime BEHIND = UInt32(
                 config.copies(config.c) * config.chunk() * config.row(config.c)
             )
-            TileLoader(maps, 6).load(to + BEHIND, full, 0, column)
+            TileLoader(maps, _Maps.V).load(to + BEHIND, full, 0, column)
     else:
-        var w2 = TileLoader(maps, 2)
+        var w2 = TileLoader(maps, _Maps.W2)
         weights.expect(stage, UInt32(config.w2()))
         w2.load(to, full, column, 0)
 
@@ -763,8 +775,8 @@ def _consume[
     comptime second = Epilogue("none" if mlp else "relu")
     var group = UInt32(at.group())
     var leads = at.leads()
-    var z_map = TileStore(maps, 3)
-    var h_map = TileStore(maps, 5)
+    var z_map = TileStore(maps, _Maps.Z)
+    var h_map = TileStore(maps, _Maps.H)
 
     var weights = storage.weights()
     var tiles = storage.x(group)
@@ -899,8 +911,8 @@ def _consume_bytes[
     var group = UInt32(at.group())
     var leads = at.leads()
     var mine = at.column() * 2
-    var z_map = TileStore(maps, 3)
-    var h_map = TileStore(maps, 5)
+    var z_map = TileStore(maps, _Maps.Z)
+    var h_map = TileStore(maps, _Maps.H)
 
     var weights = storage.weights()
     var tiles = storage.x(group)
@@ -1126,19 +1138,25 @@ def _enqueue[
     comptime X_ROW = config.row(config.c)
     comptime Z_ROW = config.row(config.f)
     comptime W1 = config.chunk()
-    maps.maps[0] = matrix_map[dtype](ctx, o.x, rows=m, columns=C, box=ROWS, bytes=X_ROW)
-    maps.maps[1] = matrix_map[right](ctx, o.w1, rows=hidden, columns=C, box=W1, bytes=X_ROW)
-    maps.maps[2] = matrix_map[right](ctx, o.w2, rows=F, columns=hidden, box=F)
-    maps.maps[3] = matrix_map[dtype](ctx, o.z, rows=m, columns=F, box=ROWS, bytes=Z_ROW)
+    maps.maps[_Maps.X] = matrix_map[dtype](ctx, o.x, rows=m, columns=C, box=ROWS, bytes=X_ROW)
+    maps.maps[_Maps.W1] = matrix_map[right](ctx, o.w1, rows=hidden, columns=C, box=W1, bytes=X_ROW)
+    maps.maps[_Maps.W2] = matrix_map[right](ctx, o.w2, rows=F, columns=hidden, box=F)
+    maps.maps[_Maps.Z] = matrix_map[dtype](ctx, o.z, rows=m, columns=F, box=ROWS, bytes=Z_ROW)
     comptime if config.s > 0:
         comptime S = config.s * WIDTH
         comptime S_ROW = config.row(config.s)
-        maps.maps[4] = matrix_map[dtype](ctx, o.residual, rows=m, columns=S, box=ROWS, bytes=S_ROW)
-        maps.maps[6] = matrix_map[right](ctx, o.v, rows=hidden, columns=S, box=W1, bytes=S_ROW)
+        maps.maps[_Maps.RESIDUAL] = matrix_map[dtype](
+            ctx, o.residual, rows=m, columns=S, box=ROWS, bytes=S_ROW
+        )
+        maps.maps[_Maps.V] = matrix_map[right](
+            ctx, o.v, rows=hidden, columns=S, box=W1, bytes=S_ROW
+        )
     elif config.h_stages > 0:
-        maps.maps[4] = matrix_map[dtype](ctx, o.residual, rows=m, columns=hidden, box=ROWS)
+        maps.maps[_Maps.RESIDUAL] = matrix_map[dtype](
+            ctx, o.residual, rows=m, columns=hidden, box=ROWS
+        )
     comptime if config.h_stages > 0:
-        maps.maps[5] = matrix_map[dtype](ctx, o.h, rows=m, columns=hidden, box=ROWS)
+        maps.maps[_Maps.H] = matrix_map[dtype](ctx, o.h, rows=m, columns=hidden, box=ROWS)
     var shared = ChainStorage[config].bytes(Int(problem.chunks))
     launch[chain_kernel[dtype, op, config, right]](
         ctx,
