@@ -106,6 +106,22 @@ struct Epilogue(TrivialRegisterPassable):
         self.relu = name == "relu" or name == "add_relu"
         self.gelu = name == "gelu" or name == "add_gelu"
 
+    @staticmethod
+    def rectified[dtype: DType, *, adds: Bool = False]() -> Self:
+        """Finds the epilogue, with scales, of a ReLU of 8 bits: integers without a sign saturate anyway.
+
+        Parameters:
+            dtype: Of the result: uint8, whose zero point is 0, or a float.
+            adds: Whether there is a residual.
+
+        Returns:
+            The epilogue.
+        """
+        comptime if dtype.is_integral():
+            return Self(StaticString("add") if adds else "none", scales=True)
+        else:
+            return Self(StaticString("add_relu") if adds else "relu", scales=True)
+
     def words(self) -> List[String]:
         """Writes the op of one value down as an expression of what it is of, x0.
 

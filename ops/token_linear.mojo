@@ -38,7 +38,7 @@ from .hopper.pipeline import Pipeline
 from .hopper.ptx import stores_read
 from .hopper.scheduler import Tile, TileScheduler
 from .hopper.shared import ROW, WARP, shared_memory
-from .hopper.store import Storing, load_residual, store_boxes, sync_writes
+from .hopper.store import Storing, load_residual, store_boxes
 from .hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from .kernel_argument import KernelArgument
 from .launch import launch
@@ -206,9 +206,9 @@ def _consume[
         finish_rows[dtype, epilogue, config.columns, pitch=BOX, by_row=True](
             to, at, sums, 1, tensors, row, problem.filters
         )
-        sync_writes(group + 1)
-        if at.leads():
-            store_boxes[dtype, config.columns, images=True](y, to, c0, row, n)
+        store_boxes[dtype, config.columns, images=True](
+            y, to, c0, row, n, barrier=group + 1, leads=at.leads()
+        )
         pipeline.advance()
     stores_read()
 

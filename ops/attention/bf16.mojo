@@ -18,7 +18,7 @@ from ..operands import BF16, F32, Data, narrowed, widened
 from ..parallel import over_cores
 from ..permute import transposed
 from .config import LOG2_E, LOWEST, Attention
-from .mask import Mask, MaskSizes, MaskTensors
+from .mask import Mask, MaskTensors
 
 comptime KEYS = 256
 """Keys of a tile at most."""
@@ -207,9 +207,7 @@ def _weigh[
         s.total[unsafe_offset=row] = total
 
 
-def attention_bf16[
-    depth: Int, mask: Mask
-](o: Attention[BF16], tensors: MaskTensors[BF16], sizes: MaskSizes):
+def attention_bf16[depth: Int, mask: Mask](o: Attention[BF16], tensors: MaskTensors[BF16]):
     """Attends on all cores.
 
     Parameters:
@@ -219,7 +217,6 @@ def attention_bf16[
     Args:
         o: Tensors and sizes.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime assert not mask.keys, "attention: on a CPU a mask of keys is a bias"
     var t, keys, c = Int(o.t), Int(o.s), Int(o.c)
@@ -265,7 +262,7 @@ def attention_bf16[
             var row = max(0, min(begin, t - rows))
             var bias = tensors.bias
             comptime if mask.bias:
-                bias = bias.unsafe_offset(sizes.place(n, channel, row))
+                bias = bias.unsafe_offset(tensors.sizes.place(n, channel, row))
             for first in range(0, keys, tile):
                 var count = min(tile, keys - first)
                 var wide = ceildiv(count, STEP) * STEP
@@ -280,8 +277,10 @@ def attention_bf16[
                         True,
                         amx,
                     )
-                var seen = row + Int(sizes.diagonal) + 1 - first
-                var masks = _Masks[mask](bias.unsafe_offset(first), Int(sizes.row), t - row, seen)
+                var seen = row + Int(tensors.sizes.diagonal) + 1 - first
+                var masks = _Masks[mask](
+                    bias.unsafe_offset(first), Int(tensors.sizes.row), t - row, seen
+                )
                 _weigh(s, masks, rows, count, wide, scale, first == 0)
                 comptime for panel in range(depth // BLOCK):
                     multiply(

@@ -18,7 +18,7 @@ from ..parallel import over_cores
 from ..permute import transposed
 from ..rows import exp_cpu
 from .config import LOG2_E, LOWEST, Attention
-from .mask import Mask, MaskSizes, MaskTensors
+from .mask import Mask, MaskTensors
 
 comptime WIDTH = simd_width_of[F32]()
 """Lanes of a vector."""
@@ -304,7 +304,7 @@ def _attend[
 
 def attention_cpu[
     dtype: DType, //, depth: Int, mask: Mask
-](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes):
+](o: Attention[dtype], tensors: MaskTensors[dtype]):
     """Attends on all cores.
 
     Parameters:
@@ -315,7 +315,6 @@ def attention_cpu[
     Args:
         o: Tensors and sizes.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime assert not mask.keys, "attention: on a CPU a mask of keys is a bias"
     var blocks = ceildiv(Int(o.t), BLOCK)
@@ -338,14 +337,16 @@ def attention_cpu[
 
         var bias = tensors.bias
         comptime if mask.bias:
-            bias = bias.unsafe_offset(sizes.place(n, head - n * Int(o.heads), begin))
+            bias = bias.unsafe_offset(tensors.sizes.place(n, head - n * Int(o.heads), begin))
         for first_key in range(0, Int(o.s), KEYS):
-            var seen = begin + Int(sizes.diagonal) + 1 - first_key
+            var seen = begin + Int(tensors.sizes.diagonal) + 1 - first_key
             comptime if mask.causal:
                 if seen + queries <= 1:
                     break
             var count = min(KEYS, Int(o.s) - first_key)
-            var masks = Masks[dtype, mask](bias.unsafe_offset(first_key), Int(sizes.row), seen)
+            var masks = Masks[dtype, mask](
+                bias.unsafe_offset(first_key), Int(tensors.sizes.row), seen
+            )
             if masks.hides(queries, count):
                 continue
             var at = (n * Int(o.s) + first_key) * c + channel

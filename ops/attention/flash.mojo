@@ -32,7 +32,7 @@ from ..operands import F32, U32, Shared, dtypes
 from ..rows import over_lanes
 from ..swizzle import chunk_place
 from .config import LOG2_E, Attention, affine
-from .mask import Mask, MaskSizes, MaskTensors
+from .mask import Mask, MaskTensors
 from .softmax import Softmax, mask_keys, reciprocal, rescale
 from .tile_mask import BiasPairs, TileMask
 from .tiles import (
@@ -338,7 +338,6 @@ def flash_kernel[
     blocks: Int32,
     step: SIMD[DType.int32, 4],
     tensors: MaskTensors[dtype],
-    sizes: MaskSizes,
 ):
     """Computes every grid-th block of queries of a head.
 
@@ -355,7 +354,6 @@ def flash_kernel[
         blocks: Blocks of queries of a head.
         step: Images, heads and blocks from one of this block's to the next.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime depth = padded(head)
     comptime assert head % 4 == 0, "attention: 8 bytes are copied at a time"
@@ -392,7 +390,6 @@ def flash_kernel[
             comptime for r in range(rows):
                 masks[r] = TileMask[dtype, mask, KEYS](
                     tensors,
-                    sizes,
                     at,
                     n=place.n,
                     head=place.head,
@@ -414,7 +411,7 @@ def flash_kernel[
             if first >= o.t:
                 continue
             comptime if mask.causal:
-                if key > first + Int32(16 * rows - 1) + sizes.diagonal:
+                if key > first + Int32(16 * rows - 1) + tensors.sizes.diagonal:
                     continue
             if left >= Int32(KEYS):
                 _attend[depth, rows, KEYS, False](
@@ -466,9 +463,7 @@ def flash_kernel[
 
 def enqueue_flash[
     out: DType, //, dtype: DType, head: Int, rows: Int, splits: Int, mask: Mask
-](
-    o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
-) raises:
+](o: Attention[dtype, out], tensors: MaskTensors[dtype], ctx: DeviceContext) raises:
     """Enqueues the kernel.
 
     Parameters:
@@ -482,7 +477,6 @@ def enqueue_flash[
     Args:
         o: Tensors and sizes.
         tensors: What masks read.
-        sizes: Where that lies.
         ctx: The GPU.
 
     Raises:
@@ -504,7 +498,6 @@ def enqueue_flash[
         Int32(blocks),
         step,
         tensors,
-        sizes,
         grid_dim=grid,
         block_dim=THREADS,
         shared=SHARED,

@@ -9,7 +9,7 @@ from ..target import HAS_MMA, IS_HOPPER
 from .config import Attention
 from .flash import SPLITS, enqueue_flash, queries, shared_bytes, warp_keys
 from .hopper import enqueue_hopper, least_keys, long, short
-from .mask import Mask, MaskSizes, MaskTensors
+from .mask import Mask, MaskTensors
 from .plain import enqueue_plain
 from .tiles import padded
 
@@ -33,9 +33,7 @@ def splits_keys(o: Attention[_, _], rows: Int, device: Device) -> Bool:
 
 def attention_gpu[
     out: DType, //, dtype: DType, depth: Int, mask: Mask, keys: Int = 0
-](
-    o: Attention[dtype, out], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
-) raises:
+](o: Attention[dtype, out], tensors: MaskTensors[dtype], ctx: DeviceContext) raises:
     """Enqueues an attention.
 
     Parameters:
@@ -49,7 +47,6 @@ def attention_gpu[
     Args:
         o: Tensors and sizes.
         tensors: What masks read.
-        sizes: Where that lies.
         ctx: The GPU.
 
     Raises:
@@ -71,25 +68,25 @@ def attention_gpu[
             comptime AT_ONCE = warp_keys(padded(depth))
             comptime if _may_be(keys, AT_ONCE + 1):
                 if s > AT_ONCE:
-                    enqueue_flash[dtype, depth, 1, SPLITS, mask](o, tensors, sizes, ctx)
+                    enqueue_flash[dtype, depth, 1, SPLITS, mask](o, tensors, ctx)
             comptime if _may_be(keys, 0, AT_ONCE):
                 if s <= AT_ONCE:  # a warp attends to all keys at once
-                    enqueue_flash[dtype, depth, 1, 1, mask](o, tensors, sizes, ctx)
+                    enqueue_flash[dtype, depth, 1, 1, mask](o, tensors, ctx)
             return
         # Hopper's copy engine brings whole boxes of 32 or 64 channels of a head.
         comptime LEAST = least_keys(depth) if IS_HOPPER and depth % 32 == 0 else MANY
         comptime SHORT = short(depth)
         comptime if _may_be(keys, LEAST, SHORT.keys):
             if LEAST <= s <= SHORT.keys:
-                enqueue_hopper[dtype, SHORT, mask](o, tensors, sizes, ctx)
+                enqueue_hopper[dtype, SHORT, mask](o, tensors, ctx)
         comptime if _may_be(keys, max(LEAST, SHORT.keys + 1)):
             if s >= LEAST and s > SHORT.keys:
-                enqueue_hopper[dtype, long(depth), mask](o, tensors, sizes, ctx)
+                enqueue_hopper[dtype, long(depth), mask](o, tensors, ctx)
         comptime if _may_be(keys, 0, LEAST - 1):
             if s < LEAST:
-                enqueue_flash[dtype, depth, rows, 1, mask](o, tensors, sizes, ctx)
+                enqueue_flash[dtype, depth, rows, 1, mask](o, tensors, ctx)
     else:
-        enqueue_plain[dtype, depth, mask](rebind[Attention[dtype]](o), tensors, sizes, ctx)
+        enqueue_plain[dtype, depth, mask](rebind[Attention[dtype]](o), tensors, ctx)
 
 
 def _may_be(size: Int, least: Int, most: Int = MANY - 1) -> Bool:

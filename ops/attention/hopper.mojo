@@ -454,6 +454,17 @@ struct QueryTile[depth: Int](TrivialRegisterPassable):
         return self._number(problem) < problem.schedule.tiles
 
 
+struct _Maps:
+    """Which tensor map is which; the last three are those of a linear layer."""
+
+    comptime Q = 0
+    comptime K = 1
+    comptime V = 2
+    comptime W = 3
+    comptime RESIDUAL = 4
+    comptime Y = 5
+
+
 @__name(t"{config.op()}_hopper_{mask.label()}{config.label()}_{dtypes[dtype, out]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
@@ -467,7 +478,6 @@ def hopper_attention_kernel[
     result: Result[dtype, out, config.projected],
     problem: Problem[dtype, out],
     tensors: MaskTensors[dtype],
-    sizes: MaskSizes,
 ):
     """Computes every grid-th item.
 
@@ -482,7 +492,6 @@ def hopper_attention_kernel[
         result: Result y[N, T, C], or the other tensors of that layer.
         problem: Sizes.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime assert config.keys % 16 == 0, "attention: a step of wgmma takes 16 keys"
     comptime assert config.depth % 32 == 0, "attention: a box has 32 channels, or 64"
@@ -514,11 +523,11 @@ def hopper_attention_kernel[
         registers_give[PRODUCER_REGISTERS]()
         # One thread drives the copy engine.
         if t % Int32(WARPGROUP) == 0:
-            _produce[config, mask](maps.address(), problem, sizes, pipeline)
+            _produce[config, mask](maps.address(), problem, tensors.sizes, pipeline)
     else:
         registers_take[consumer_registers(config.groups)]()
         _consume[dtype, config, mask](
-            maps.address(), result, problem, tensors, sizes, pipeline, Fragment(t)
+            maps.address(), result, problem, tensors, pipeline, Fragment(t)
         )
 
 
@@ -589,15 +598,15 @@ def _produce[
     Stages of keys that no query of the item sees come as they are.
     """
     comptime TILE = UInt32(config.tile())
-    var k = TileLoader(maps, 1)
-    var v = TileLoader(maps, 2)
+    var k = TileLoader(maps, _Maps.K)
+    var v = TileLoader(maps, _Maps.V)
     k.prefetch_descriptor()
     v.prefetch_descriptor()
     comptime if config.projected:
         # Weights do not depend on the kernel before.
         var weights = _weights[config](at_start.data)
         weights.expect(weights.bytes)
-        TileLoader(maps, 3).load(weights.stage(), weights.barrier(), 0, 0)
+        TileLoader(maps, _Maps.W).load(weights.stage(), weights.barrier(), 0, 0)
     wait_on_dependent_grids()
     var pipeline = at_start
     for number in problem.schedule.turns():
@@ -631,7 +640,6 @@ def _consume[
     result: Result[dtype, out, config.projected],
     problem: Problem[...],
     tensors: MaskTensors[dtype],
-    sizes: MaskSizes,
     at_start: Pipeline,
     at: Fragment,
 ):
@@ -643,7 +651,7 @@ def _consume[
     comptime GROUPS = Int32(config.groups)
     var leads = at.leads()
     var column = at.column()
-    var q = TileLoader(maps)
+    var q = TileLoader(maps, _Maps.Q)
     var queries = _queries[config](at_start.data, at.group())
     var next = QueryTile[config.depth](problem, at.group())
     if leads:
@@ -670,7 +678,6 @@ def _consume[
 
         var masks = TileMask[dtype, mask, KEYS](
             tensors,
-            sizes,
             at,
             n=tile.n,
             head=tile.channel // Int32(config.depth),
@@ -679,7 +686,7 @@ def _consume[
             s=problem.s,
         )
         var last = min(tile.first + Int32(ROWS), problem.t) - 1
-        var key_tiles = sizes.tiles[mask, KEYS](last, problem.key_tiles)
+        var key_tiles = tensors.sizes.tiles[mask, KEYS](last, problem.key_tiles)
         var softmax = Softmax(1 if mask.bias else problem.scale)
         var sums = StaticTuple[Float32, config.depth // 2](fill=0)
         queries.wait()
@@ -725,7 +732,7 @@ def _consume[
             comptime if config.projected:
                 stores_read()
                 residual.expect(residual.bytes)
-                TileLoader(maps, 4).load(
+                TileLoader(maps, _Maps.RESIDUAL).load(
                     residual.stage(), residual.barrier(), 0, tile.first, tile.n
                 )
             _load_queries[config](q, queries, next, problem)
@@ -751,9 +758,7 @@ def _consume[
             pipeline.release()
         comptime if mask.logsumexp:
             var row = tile.first + at.row()
-            var head = tile.n * (problem.c // Int32(config.depth)) + tile.channel // Int32(
-                config.depth
-            )
+            var head = tile.n * problem.heads + tile.channel // Int32(config.depth)
             comptime for half in range(2):
                 var sum = over_lanes[4](softmax.sum[half])
                 if column == 0 and row + Int32(8 * half) < problem.t:
@@ -768,7 +773,7 @@ def _consume[
             )
             var stored = finish_boxes[dtype, 1](residual, 1, at, sums, barrier=_own[config](at))
             if leads:
-                TileStore(maps, 5).store(residual.stage(), 0, tile.first, tile.n)
+                TileStore(maps, _Maps.Y).store(residual.stage(), 0, tile.first, tile.n)
                 stores_commit()
             residual.advance()
             var row = tile.first + at.row()
@@ -859,8 +864,8 @@ def _skip[
 
 @always_inline
 def _own[config: Config](at: Fragment) -> UInt32:
-    """Numbers the barrier of a consumer's own threads, after those of `OrderedSequence`."""
-    return UInt32(at.group()) + UInt32(config.groups) + 1
+    """Numbers the barrier of a consumer's own threads."""
+    return OrderedSequence.own_barrier(at.group(), Int32(config.groups))
 
 
 @always_inline
@@ -934,7 +939,6 @@ def enqueue_hopper[
 ](
     o: Attention[dtype, out],
     tensors: MaskTensors[dtype],
-    sizes: MaskSizes,
     ctx: DeviceContext,
     *,
     linear: Optional[Operands[dtype]] = None,
@@ -951,7 +955,6 @@ def enqueue_hopper[
     Args:
         o: Tensors and sizes; heads of `config.depth` channels.
         tensors: What masks read.
-        sizes: Where that lies.
         ctx: The GPU.
         linear: Weights, bias, residual and result of the linear layer, if the config has one; y of
             `o` is not stored then.
@@ -966,23 +969,24 @@ def enqueue_hopper[
     var n, t, s, c = Int64(o.n), Int64(o.t), Int64(o.s), Int64(o.c)
     var channels = Int32(config.row() // 2)
     var keys = Int32(config.keys)
-    maps.maps[0] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
-    maps.maps[1] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
-    maps.maps[2] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
+    maps.maps[_Maps.Q] = tensor_map[dtype, 3](ctx, o.q, [c, t, n], [channels, Int32(ROWS), 1])
+    maps.maps[_Maps.K] = tensor_map[dtype, 3](ctx, o.k, [c, s, n], [channels, keys, 1])
+    maps.maps[_Maps.V] = tensor_map[dtype, 3](ctx, o.v, [c, s, n], [channels, keys, 1])
     comptime if config.projected:
         var l = linear.value()
-        maps.maps[3] = matrix_map[dtype](
+        maps.maps[_Maps.W] = matrix_map[dtype](
             ctx, l.w, rows=config.depth, columns=config.depth, box=config.depth
         )
-        maps.maps[4] = tensor_map[dtype, 3](ctx, l.residual, [c, t, n], [channels, Int32(ROWS), 1])
-        maps.maps[5] = tensor_map[dtype, 3](ctx, l.y, [c, t, n], [channels, Int32(ROWS), 1])
+        maps.maps[_Maps.RESIDUAL] = tensor_map[dtype, 3](
+            ctx, l.residual, [c, t, n], [channels, Int32(ROWS), 1]
+        )
+        maps.maps[_Maps.Y] = tensor_map[dtype, 3](ctx, l.y, [c, t, n], [channels, Int32(ROWS), 1])
     launch[hopper_attention_kernel[dtype, out, config, mask]](
         ctx,
         maps,
         Result[dtype, out, config.projected](o.y, linear, moments),
         problem,
         tensors,
-        sizes,
         grid_dim=problem.schedule.blocks(device.multiprocessors),
         block_dim=config.threads(),
         shared=config.shared(),

@@ -22,7 +22,7 @@ from .config import Attention
 from .gpu import attention_gpu, splits_keys
 from .hopper import PROJECTED, enqueue_hopper
 from .linear_hopper import DEPTH, KEYS, enqueue_attention_linear, fills
-from .mask import Mask, MaskSizes, MaskTensors
+from .mask import Mask, MaskTensors
 
 
 @register("attention_linear")
@@ -93,7 +93,7 @@ struct AttentionLinear:
         comptime if heads == 1:
             if not splits_keys(o, 2, Device(ctx)):
                 enqueue_hopper[y.dtype, PROJECTED, Mask()](
-                    o, MaskTensors(data(q)), MaskSizes(), ctx, linear=operands, moments=norm
+                    o, MaskTensors(data(q)), ctx, linear=operands, moments=norm
                 )
                 return
         else:
@@ -101,7 +101,7 @@ struct AttentionLinear:
                 enqueue_attention_linear[heads=heads](o, operands, norm, ctx)
                 return
         comptime keys = Int(k.static_spec.shape_tuple[1])
-        attention_gpu[y.dtype, DEPTH, Mask(), keys](o, MaskTensors(data(q)), MaskSizes(), ctx)
+        attention_gpu[y.dtype, DEPTH, Mask(), keys](o, MaskTensors(data(q)), ctx)
         comptime layer = Layer(y.static_spec, q.static_spec, w.static_spec, aligned=True)
         gemm[y.dtype, Epilogue("add", measures=True), True, False, layer](
             Geometry(rows=m, depth=C, columns=C), operands, Batch(), ctx, norm=norm

@@ -5,7 +5,7 @@
 A query does not see a key whose mask is zero, nor, where attention is causal, one that comes after
 it: such scores are minus infinity. A query that sees no key becomes NaN, as in torch.
 
-A kernel takes a `Mask` at compile time; of `MaskTensors` and `MaskSizes` it reads what that names.
+A kernel takes a `Mask` at compile time, and reads of `MaskTensors` what that names.
 """
 
 from ..functions import logarithm
@@ -92,24 +92,26 @@ struct MaskTensors[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """[N, S]: 0 for keys that are not seen; any pointer if there is none."""
     var logsumexp: Data[F32]
     """Logarithms of sums of exponentials [N, heads, T]; any pointer if they are not kept."""
+    var sizes: MaskSizes
+    """Where the bias lies, and where the diagonal is."""
 
-    def __init__(out self, bias: Data[Self.dtype]):
-        """Names a bias, or a pointer from which nothing is read.
-
-        Args:
-            bias: Added to scores.
-        """
-        self = Self(bias, rebind[Data[F32]](bias.unsafe_bitcast[Float32]()))
-
-    def __init__(out self, bias: Data[Self.dtype], logsumexp: Data[F32]):
+    def __init__(
+        out self,
+        bias: Data[Self.dtype],
+        logsumexp: Optional[Data[F32]] = None,
+        *,
+        sizes: MaskSizes = MaskSizes(),
+    ):
         """Names a bias, or a pointer from which nothing is read, and what is kept.
 
         Args:
             bias: Added to scores.
-            logsumexp: Logarithms of sums of exponentials.
+            logsumexp: Logarithms of sums of exponentials, if they are kept.
+            sizes: Where the bias lies, and where the diagonal is.
         """
         self.bias, self.keys = bias, rebind[Data[DType.uint8]](bias.unsafe_bitcast[UInt8]())
-        self.logsumexp = logsumexp
+        self.logsumexp = logsumexp.or_else(rebind[Data[F32]](bias.unsafe_bitcast[Float32]()))
+        self.sizes = sizes
 
     @always_inline
     def keep(self, place: Int, top: Float32, sum: Float32):

@@ -54,7 +54,7 @@ struct MultiHeadAttention:
         """
         # Nothing is read as a bias.
         comptime mask = Mask(causal=causal)
-        _attend[target, depth, mask](y, q, k, v, scale, MaskTensors(data(q)), MaskSizes(), ctx)
+        _attend[target, depth, mask](y, q, k, v, scale, MaskTensors(data(q)), ctx)
 
 
 @register("attention_bias")
@@ -97,8 +97,8 @@ struct BiasedAttention:
             If a launch fails.
         """
         comptime mask = Mask(bias=True, causal=causal)
-        var sizes = bias_sizes[True](bias, q.shape()[1])
-        _attend[target, depth, mask](y, q, k, v, scale, MaskTensors(data(bias)), sizes, ctx)
+        var tensors = MaskTensors(data(bias), sizes=bias_sizes[True](bias, q.shape()[1]))
+        _attend[target, depth, mask](y, q, k, v, scale, tensors, ctx)
 
 
 @register("attention_logsumexp")
@@ -142,8 +142,8 @@ struct TrainedAttention:
         """
         comptime mask = Mask(bias=biased, causal=causal, logsumexp=True)
         var sizes = bias_sizes[biased](bias, q.shape()[1])
-        var tensors = MaskTensors(data(bias), data(logsumexp))
-        _attend[target, depth, mask](y, q, k, v, scale, tensors, sizes, ctx)
+        var tensors = MaskTensors(data(bias), data(logsumexp), sizes=sizes)
+        _attend[target, depth, mask](y, q, k, v, scale, tensors, ctx)
 
 
 def bias_sizes[biased: Bool](bias: InputTensor[rank=3, ...], queries: Int) -> MaskSizes:
@@ -179,7 +179,6 @@ def _attend[
     v: InputTensor[dtype=q.dtype, rank=3, ...],
     scale: InputTensor[dtype=F32, rank=1, ...],
     tensors: MaskTensors[q.dtype],
-    sizes: MaskSizes,
     ctx: DeviceContext,
 ) raises:
     """Chooses the kernel."""
@@ -204,10 +203,10 @@ def _attend[
         comptime assert y.dtype == q.dtype, "attention: a CPU stores the dtype of q"
         comptime if q.dtype == BF16 and depth % 32 == 0:
             attention_bf16[depth, mask](
-                rebind[Attention[BF16]](o), rebind[MaskTensors[BF16]](tensors), sizes
+                rebind[Attention[BF16]](o), rebind[MaskTensors[BF16]](tensors)
             )
         else:
-            attention_cpu[depth, mask](rebind[Attention[q.dtype]](o), tensors, sizes)
+            attention_cpu[depth, mask](rebind[Attention[q.dtype]](o), tensors)
     else:
         comptime keys = Int(k.static_spec.shape_tuple[1])
-        attention_gpu[q.dtype, depth, mask, keys](o, tensors, sizes, ctx)
+        attention_gpu[q.dtype, depth, mask, keys](o, tensors, ctx)

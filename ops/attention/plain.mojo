@@ -19,7 +19,7 @@ from std.utils.numerics import neg_inf
 from ..launch import launch
 from ..operands import F32
 from .config import LOG2_E, LOWEST, Attention
-from .mask import Mask, MaskSizes, MaskTensors
+from .mask import Mask, MaskTensors
 
 comptime GROUPS = 4
 """Groups of lanes in a block."""
@@ -56,7 +56,7 @@ def plain_shared_bytes(depth: Int) -> Int:
 @__name(t"attention_plain_{mask.label()}{depth}_{dtype}")
 def plain_kernel[
     dtype: DType, depth: Int, mask: Mask
-](o: Attention[dtype], blocks: Int32, tensors: MaskTensors[dtype], sizes: MaskSizes):
+](o: Attention[dtype], blocks: Int32, tensors: MaskTensors[dtype]):
     """Computes 32 queries of one head.
 
     Parameters:
@@ -68,7 +68,6 @@ def plain_kernel[
         o: Tensors and sizes.
         blocks: Blocks of queries of a head.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime assert not mask.keys, "attention: here a mask of keys is a bias"
     comptime PITCH = pitch(depth)
@@ -103,7 +102,7 @@ def plain_kernel[
     var sum = SIMD[F32, ROWS](0)
     for key0 in range(0, Int(o.s), LANES):
         comptime if mask.causal:
-            if key0 > first + QUERIES - 1 + Int(sizes.diagonal):
+            if key0 > first + QUERIES - 1 + Int(tensors.sizes.diagonal):
                 break
         barrier()
         for i in range(Int(thread_idx.x), LANES * PITCH, THREADS):
@@ -130,13 +129,13 @@ def plain_kernel[
         comptime if mask.bias:
             var query = first + group * ROWS
             var bias = tensors.bias.unsafe_offset(
-                sizes.place(n, head - n * Int(o.heads), query) + key0 + lane
+                tensors.sizes.place(n, head - n * Int(o.heads), query) + key0 + lane
             )
             comptime for row in range(ROWS):
                 if query + row < Int(o.t) and key0 + lane < Int(o.s):
-                    score[row] += bias[unsafe_offset=row * Int(sizes.row)].cast[F32]()
+                    score[row] += bias[unsafe_offset=row * Int(tensors.sizes.row)].cast[F32]()
         comptime if mask.causal:
-            var last = first + group * ROWS + Int(sizes.diagonal)
+            var last = first + group * ROWS + Int(tensors.sizes.diagonal)
             comptime for row in range(ROWS):
                 if key0 + lane > last + row:
                     score[row] = neg_inf[F32]()
@@ -186,7 +185,7 @@ def plain_kernel[
 
 def enqueue_plain[
     dtype: DType, depth: Int, mask: Mask
-](o: Attention[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext) raises:
+](o: Attention[dtype], tensors: MaskTensors[dtype], ctx: DeviceContext) raises:
     """Enqueues the kernel.
 
     Parameters:
@@ -197,7 +196,6 @@ def enqueue_plain[
     Args:
         o: Tensors and sizes.
         tensors: What masks read.
-        sizes: Where that lies.
         ctx: The GPU.
 
     Raises:
@@ -210,7 +208,6 @@ def enqueue_plain[
         o,
         Int32(blocks),
         tensors,
-        sizes,
         grid_dim=blocks * Int(o.n * o.heads),
         block_dim=GROUPS * LANES,
         shared=SHARED,

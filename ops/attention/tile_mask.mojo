@@ -9,7 +9,7 @@ from ..hopper.ptx import ballot
 from ..hopper.shared import WARP
 from ..operands import F32, Data, widened
 from .config import LOG2_E
-from .mask import Mask, MaskSizes, MaskTensors
+from .mask import Mask, MaskTensors
 
 comptime BiasPairs[keys: Int] = StaticTuple[UInt32, keys // 4]
 """What a thread adds to its scores of a tile, in pairs of neighbouring keys.
@@ -47,7 +47,6 @@ struct TileMask[dtype: DType, mask: Mask, keys: Int](TrivialRegisterPassable):
     def __init__(
         out self,
         tensors: MaskTensors[Self.dtype],
-        sizes: MaskSizes,
         at: Fragment,
         *,
         n: Int32,
@@ -60,7 +59,6 @@ struct TileMask[dtype: DType, mask: Mask, keys: Int](TrivialRegisterPassable):
 
         Args:
             tensors: Bias and masks.
-            sizes: Where they lie.
             at: The thread's place.
             n: Image.
             head: Head.
@@ -68,11 +66,11 @@ struct TileMask[dtype: DType, mask: Mask, keys: Int](TrivialRegisterPassable):
             t: Queries of an image.
             s: Keys of an image.
         """
-        self.at, self.s, self.row, self.queries = at, s, sizes.row, t - query
-        self.last = query + sizes.diagonal
+        self.at, self.s, self.row, self.queries = at, s, tensors.sizes.row, t - query
+        self.last = query + tensors.sizes.diagonal
         self.bias, self.seen = tensors.bias, tensors.keys
         comptime if Self.mask.bias:
-            var place = sizes.place(Int(n), Int(head), Int(query))
+            var place = tensors.sizes.place(Int(n), Int(head), Int(query))
             self.bias = self.bias.unsafe_offset(place + Int(at.column()))
         comptime if Self.mask.keys:
             self.seen = self.seen.unsafe_offset(Int(n) * Int(s))

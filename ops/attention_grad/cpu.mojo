@@ -15,7 +15,7 @@ from std.utils.numerics import inf, neg_inf
 
 from ..attention.cpu import KEYS, ROWS, VECTORS, WIDTH, Masks
 from ..attention.cpu import narrow_row, turn_over, widen_rows
-from ..attention.mask import Mask, MaskSizes, MaskTensors
+from ..attention.mask import Mask, MaskTensors
 from ..operands import F32, Data, widened
 from ..parallel import over_cores
 from ..rows import exp_cpu
@@ -218,7 +218,7 @@ def _weigh[
 
 def attention_grad_cpu[
     dtype: DType, //, depth: Int, mask: Mask
-](o: AttentionGrad[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes):
+](o: AttentionGrad[dtype], tensors: MaskTensors[dtype]):
     """Computes the gradients on all cores.
 
     Parameters:
@@ -229,7 +229,6 @@ def attention_grad_cpu[
     Args:
         o: Tensors and sizes.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime assert not mask.keys, "attention_grad: on a CPU a mask of keys is a bias"
     comptime PITCH = _Scratch[depth].PITCH
@@ -266,7 +265,7 @@ def attention_grad_cpu[
                 s.dk[unsafe_offset=i] = 0
             for begin in range(0, padded, BLOCK):
                 var rows = min(BLOCK, padded - begin)
-                var seen = begin + Int(sizes.diagonal) + 1 - first
+                var seen = begin + Int(tensors.sizes.diagonal) + 1 - first
                 comptime if mask.causal:
                     if seen + rows <= 1:
                         continue
@@ -276,8 +275,8 @@ def attention_grad_cpu[
                 _score[depth](dy, s.values, rows, s.slopes)
                 var bias = tensors.bias
                 comptime if mask.bias:
-                    bias = bias.unsafe_offset(sizes.place(n, place, begin) + first)
-                var masks = Masks[dtype, mask](bias, Int(sizes.row), seen)
+                    bias = bias.unsafe_offset(tensors.sizes.place(n, place, begin) + first)
+                var masks = Masks[dtype, mask](bias, Int(tensors.sizes.row), seen)
                 _weigh(s, masks, begin, rows, t - begin, count, o.forward.scale)
                 _add_to_keys[depth](s.shares, dy, rows, s.dv)
                 _add_to_keys[depth](s.slopes, queries, rows, s.dk)

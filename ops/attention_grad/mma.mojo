@@ -17,7 +17,6 @@ need not fit the tiles. Compiled for sm_90a and tested in the PTX interpreter; n
 """
 
 from max.gpu import MAX_THREADS_PER_BLOCK_METADATA, barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, exp2
@@ -27,10 +26,9 @@ from std.utils.numerics import inf, neg_inf
 
 from ..async_copy import commit_copies, wait_copies
 from ..attention.config import LOG2_E
-from ..attention.mask import Mask, MaskSizes, MaskTensors
+from ..attention.mask import Mask, MaskTensors
 from ..attention.tiles import add_scores, add_values, copy_chunk, left_side, padded, store_rows
 from ..hopper.accumulator import Fragment, Sums
-from ..launch import launch
 from ..operands import F32, U32, Shared, widened
 from ..rows import over_lanes
 from ..swizzle import chunk_place
@@ -233,7 +231,7 @@ def _sum_slopes[
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(2 * THREADS)))
 def grad_kernel[
     dtype: DType, head: Int, keys: Bool, side: StaticString, mask: Mask
-](o: AttentionGrad[dtype], blocks: Int32, tensors: MaskTensors[dtype], sizes: MaskSizes):
+](o: AttentionGrad[dtype], blocks: Int32, tensors: MaskTensors[dtype]):
     """Computes dq of 64 queries of a head, or dk and dv of 64 keys.
 
     Parameters:
@@ -247,7 +245,6 @@ def grad_kernel[
         o: Tensors and sizes.
         blocks: Blocks of rows of a head.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime assert not mask.keys, "attention_grad: here a mask of keys is a bias"
     comptime depth = padded(head)
@@ -272,9 +269,9 @@ def grad_kernel[
     var end = ceildiv(sides.columns(), Int32(COLUMNS))
     comptime if mask.causal:
         comptime if keys:  # the first query that sees the first of these keys
-            begin = max(first - sizes.diagonal, 0) // Int32(COLUMNS)
+            begin = max(first - tensors.sizes.diagonal, 0) // Int32(COLUMNS)
         else:
-            end = sizes.tiles[mask, COLUMNS](min(first + Int32(ROWS), o.forward.t) - 1, end)
+            end = tensors.sizes.tiles[mask, COLUMNS](min(first + Int32(ROWS), o.forward.t) - 1, end)
 
     sides.copy[not keys, ROWS](first, sides.rows(), rows, others)
     if begin < end:
@@ -329,12 +326,13 @@ def grad_kernel[
                     comptime if mask.bias:
                         if query < o.forward.t and key < o.forward.s:
                             var added = tensors.bias[
-                                unsafe_offset=sizes.place(Int(n), Int(place), Int(query)) + Int(key)
+                                unsafe_offset=tensors.sizes.place(Int(n), Int(place), Int(query))
+                                + Int(key)
                             ]
                             shift = widened(added).fma(LOG2_E, shift)
                     var p = exp2(scores[0][i].fma(scale, shift))
                     comptime if mask.causal:
-                        if key > query + sizes.diagonal:
+                        if key > query + tensors.sizes.diagonal:
                             p = 0
                     if column >= sides.columns():
                         p = 0
@@ -367,43 +365,4 @@ def grad_kernel[
                 mine - first,
                 values,
                 Array[Float32, 2](fill=1),
-            )
-
-
-def enqueue_grad[
-    dtype: DType, head: Int, mask: Mask
-](
-    o: AttentionGrad[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
-) raises:
-    """Enqueues both kernels.
-
-    Parameters:
-        dtype: Either bfloat16 or float16.
-        head: Channels of a head, a multiple of 4.
-        mask: What is done to the scores.
-
-    Args:
-        o: Tensors and sizes.
-        tensors: What masks read.
-        sizes: Where that lies.
-        ctx: The GPU.
-
-    Raises:
-        If a launch fails.
-    """
-    comptime SHARED = grad_shared_bytes(padded(head))
-    var heads = Int(o.forward.n * o.forward.heads)
-    comptime for keys in [False, True]:
-        comptime side = StaticString("keys" if keys else "queries")
-        var blocks = ceildiv(Int(o.forward.s if keys else o.forward.t), ROWS)
-        if blocks > 0:
-            launch[grad_kernel[dtype, head, keys, side, mask]](
-                ctx,
-                o,
-                Int32(blocks),
-                tensors,
-                sizes,
-                grid_dim=blocks * heads,
-                block_dim=THREADS,
-                shared=SHARED,
             )

@@ -3,7 +3,7 @@
 from max.gpu.host import DeviceContext
 from std.documentation import doc_hidden
 
-from ..attention.mask import Mask, MaskSizes, MaskTensors
+from ..attention.mask import Mask, MaskTensors
 from ..no_gpu import REASON
 from .tensors import AttentionGrad
 
@@ -11,7 +11,5 @@ from .tensors import AttentionGrad
 @doc_hidden
 def attention_grad_gpu[
     dtype: DType, depth: Int, mask: Mask
-](
-    o: AttentionGrad[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
-) raises:
+](o: AttentionGrad[dtype], tensors: MaskTensors[dtype], ctx: DeviceContext) raises:
     comptime assert False, REASON

@@ -87,10 +87,9 @@ struct MultiHeadAttentionGrad:
         var o = AttentionGrad[dq.dtype](
             forward, data(dy), data(logsumexp), data(dq), data(dk), data(dv), data(delta)
         )
-        var tensors = MaskTensors(data(bias))
-        var sizes = bias_sizes[biased](bias, q.shape()[1])
+        var tensors = MaskTensors(data(bias), sizes=bias_sizes[biased](bias, q.shape()[1]))
         comptime if target == "cpu":
             comptime assert ON_CPU[dq.dtype], "attention_grad: a CPU expects float32 or bfloat16"
-            attention_grad_cpu[depth, mask](o, tensors, sizes)
+            attention_grad_cpu[depth, mask](o, tensors)
         else:
-            attention_grad_gpu[dq.dtype, depth, mask](o, tensors, sizes, ctx)
+            attention_grad_gpu[dq.dtype, depth, mask](o, tensors, ctx)

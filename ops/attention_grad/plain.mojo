@@ -7,16 +7,14 @@ Bound by the loads of shared memory.
 """
 
 from max.gpu import barrier, block_idx, thread_idx
-from max.gpu.host import DeviceContext
 from max.gpu.memory import AddressSpace, external_memory
 from max.gpu.primitives import warp
 from max.gpu.primitives.grid_controls import launch_dependent_grids, wait_on_dependent_grids
 from std.math import ceildiv, exp
 from std.utils.numerics import inf, neg_inf
 
-from ..attention.mask import Mask, MaskSizes, MaskTensors
+from ..attention.mask import Mask, MaskTensors
 from ..attention.plain import GROUPS, LANES, pitch
-from ..launch import launch
 from ..operands import F32, Data, Shared
 from .tensors import AttentionGrad
 
@@ -67,7 +65,7 @@ def _load[
 @__name(t"attention_grad_plain_{side}_{mask.label()}{depth}_{dtype}")
 def plain_grad_kernel[
     dtype: DType, depth: Int, keys: Bool, side: StaticString, mask: Mask
-](o: AttentionGrad[dtype], blocks: Int32, tensors: MaskTensors[dtype], sizes: MaskSizes):
+](o: AttentionGrad[dtype], blocks: Int32, tensors: MaskTensors[dtype]):
     """Computes dq of a block of queries of a head, or dk and dv of keys.
 
     Parameters:
@@ -81,7 +79,6 @@ def plain_grad_kernel[
         o: Tensors and sizes.
         blocks: Blocks of rows of a head.
         tensors: What masks read.
-        sizes: Where that lies.
     """
     comptime assert not mask.keys, "attention_grad: here a mask of keys is a bias"
     comptime PITCH = pitch(depth)
@@ -142,10 +139,10 @@ def plain_grad_kernel[
     for column0 in range(0, columns, LANES):
         comptime if mask.causal:
             comptime if keys:
-                if column0 + LANES - 1 + Int(sizes.diagonal) < first:
+                if column0 + LANES - 1 + Int(tensors.sizes.diagonal) < first:
                     continue
             else:
-                if column0 > first + ROWS - 1 + Int(sizes.diagonal):
+                if column0 > first + ROWS - 1 + Int(tensors.sizes.diagonal):
                     break
         barrier()
         var from_ = (query0 if keys else key0) + column0 * c
@@ -182,11 +179,11 @@ def plain_grad_kernel[
             var key = row0 + row if keys else column
             comptime if mask.bias:
                 if query < t and key < s:
-                    var added = sizes.place(n, place, query) + key
+                    var added = tensors.sizes.place(n, place, query) + key
                     score[row] += tensors.bias[unsafe_offset=added].cast[F32]()
             var p = exp(score[row] - bound[row])
             comptime if mask.causal:
-                if key > query + Int(sizes.diagonal):
+                if key > query + Int(tensors.sizes.diagonal):
                     p = 0
             if column >= columns:
                 p = 0
@@ -220,43 +217,3 @@ def plain_grad_kernel[
                         o.dv[unsafe_offset=to] = values[i][row].cast[dtype]()
                     else:
                         o.dq[unsafe_offset=to] = (grown[i][row] * f.scale).cast[dtype]()
-
-
-def enqueue_plain_grad[
-    dtype: DType, depth: Int, mask: Mask
-](
-    o: AttentionGrad[dtype], tensors: MaskTensors[dtype], sizes: MaskSizes, ctx: DeviceContext
-) raises:
-    """Enqueues both kernels.
-
-    Parameters:
-        dtype: Of all tensors but logsumexp and delta.
-        depth: Channels of a head.
-        mask: What is done to the scores.
-
-    Args:
-        o: Tensors and sizes.
-        tensors: What masks read.
-        sizes: Where that lies.
-        ctx: The GPU.
-
-    Raises:
-        If a launch fails.
-    """
-    comptime SHARED = plain_grad_shared_bytes(depth)
-    comptime ROWS = GROUPS * group_rows(depth)
-    var heads = Int(o.forward.n * o.forward.heads)
-    comptime for keys in [False, True]:
-        comptime side = StaticString("keys" if keys else "queries")
-        var blocks = ceildiv(Int(o.forward.s if keys else o.forward.t), ROWS)
-        if blocks > 0:
-            launch[plain_grad_kernel[dtype, depth, keys, side, mask]](
-                ctx,
-                o,
-                Int32(blocks),
-                tensors,
-                sizes,
-                grid_dim=blocks * heads,
-                block_dim=THREADS,
-                shared=SHARED,
-            )

@@ -242,7 +242,6 @@ struct QuantizedConv2dChain:
         var added = Affine(data(residual_scale)[unsafe_offset=0], 0)
         var first, second = Scales(data(product), added), Scales(data(next_product))
         comptime right = filter.dtype
-        comptime integers = h.dtype.is_integral()
         var chained = False
         comptime if IS_HOPPER:
             chained = try_chain[h.dtype, "conv2d_chain", c, f, right](
@@ -263,10 +262,8 @@ struct QuantizedConv2dChain:
         if chained:
             return
         comptime Bytes = Operands[h.dtype, h.dtype, right]
-        comptime add = Epilogue("add", scales=True) if integers else Epilogue(
-            "add_relu", scales=True
-        )
-        comptime end = Epilogue("none", scales=True) if integers else Epilogue("relu", scales=True)
+        comptime add = Epilogue.rectified[h.dtype, adds=True]()
+        comptime end = Epilogue.rectified[h.dtype]()
         comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec)
         comptime of_z = Layer(z.static_spec, h.static_spec, next.static_spec)
         gemm_bytes[h.dtype, right, h.dtype, add, narrow, of_h](
@@ -364,8 +361,7 @@ struct QuantizedConv2dShortcutChain:
         if chained:
             return
         comptime Bytes = Operands[h.dtype, h.dtype, right]
-        comptime integers = h.dtype.is_integral()
-        comptime end = Epilogue("none", scales=True) if integers else Epilogue("relu", scales=True)
+        comptime end = Epilogue.rectified[h.dtype]()
         comptime of_h = Layer(h.static_spec, x.static_spec, filter.static_spec).with_source(
             source.static_spec
         )

@@ -31,8 +31,7 @@ from ..hopper.conv import Conv, Step, load_pixels, pixels_map
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import BOX
 from ..hopper.pipeline import Pipeline
-from ..hopper.ptx import fence_barrier_init, sync_threads
-from ..hopper.scheduler import Share
+from ..hopper.scheduler import Share, TileScheduler
 from ..hopper.shared import SWIZZLED, WARP, WARPGROUP, shared_memory
 from ..hopper.store import Storing
 from ..hopper.tma import TensorMaps, TileLoader, matrix_map
@@ -147,8 +146,8 @@ struct GradProblem(KernelArgument, TrivialRegisterPassable):
     """Of the pixels."""
     var rows: Int32
     """Tiles of filters."""
-    var columns: Int32
-    """Tiles of columns."""
+    var schedule: TileScheduler[]
+    """The tiles of all parts, one a block: rows are filters, those of the next part behind them."""
 
     def __init__(out self, g: Geometry, config: Config, parts: Int):
         """Divides the work.
@@ -161,16 +160,11 @@ struct GradProblem(KernelArgument, TrivialRegisterPassable):
         self.conv = Conv(g, chunks=ceildiv(g.c, WIDTH))
         self.channels, self.filters = Int32(g.c), Int32(g.f)
         self.steps, self.parts = Int32(ceildiv(g.pixels(), WIDTH)), Int32(parts)
-        self.rows = Int32(ceildiv(g.f, config.filters * WIDTH))
-        self.columns = Int32(ceildiv(Int(self.conv.steps()), config.boxes))
-
-    def blocks(self) -> Int:
-        """Counts the blocks of a launch.
-
-        Returns:
-            One for each tile of each part.
-        """
-        return Int(self.rows * self.columns * self.parts)
+        var rows = ceildiv(g.f, config.filters * WIDTH)
+        self.rows = Int32(rows)
+        self.schedule = TileScheduler[](
+            [rows * parts], columns=ceildiv(Int(self.conv.steps()), config.boxes)
+        )
 
     def cost(self, config: Config, g: Geometry, multiprocessors: Int) -> Float64:
         """Estimates how long a gradient takes, by what blocks load, multiply and leave in the room.
@@ -188,7 +182,7 @@ struct GradProblem(KernelArgument, TrivialRegisterPassable):
         """
         var rows = min(config.filters, ceildiv(g.f, WIDTH))
         var boxes = rows + min(config.boxes, Int(self.conv.steps()))
-        var waves = ceildiv(self.blocks(), multiprocessors)
+        var waves = ceildiv(Int(self.schedule.tiles), multiprocessors)
         var stages = waves * ceildiv(Int(self.steps), Int(self.parts))
         var sums = g.f * g.depth() * Int(self.parts) if self.parts > 1 else 0
         var stage = Float64(boxes - 3) + 0.2 * Float64(config.filters * config.boxes)
@@ -210,12 +204,10 @@ struct _Work(TrivialRegisterPassable):
     @always_inline
     def __init__(out self, problem: GradProblem, config: Config):
         """Finds it by the block's number."""
-        var number = UInt32(block_idx.x)
-        var row = number // UInt32(problem.columns)
-        var part = row // UInt32(problem.rows)
-        self.part = Int32(part)
-        self.f0 = Int32(row - part * UInt32(problem.rows)) * Int32(config.filters * WIDTH)
-        self.box = Int32(number - row * UInt32(problem.columns)) * Int32(config.boxes)
+        var tile = problem.schedule.tile(Int32(block_idx.x))
+        self.part = Int32(UInt32(tile.row) // UInt32(problem.rows))
+        self.f0 = (tile.row - self.part * problem.rows) * Int32(config.filters * WIDTH)
+        self.box = tile.column * Int32(config.boxes)
         self.steps = Share(of=problem.steps, part=self.part, parts=problem.parts)
 
 
@@ -238,19 +230,14 @@ def hopper_kernel[
         o: The tensors; dw or its room is written.
         problem: Sizes.
     """
-    var data = shared_memory["conv2d_weight_grad"]()
-    var pipeline = Pipeline(
-        data,
-        data + UInt32(config.stages * config.stage()),
-        stages=Int32(config.stages),
-        bytes=UInt32(config.stage()),
+    var pipeline = Pipeline.of_block[config.stages](
+        shared_memory["conv2d_weight_grad"](),
+        bytes=config.stage(),
+        consumers=config.groups(),
+        threads=config.threads(),
     )
-    var t = Int32(thread_idx.x)
-    if t == 0:
-        pipeline.init[config.stages](consumers=config.groups())
-        fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
+    var t = Int32(thread_idx.x)
     var work = _Work(problem, config)
     if t // Int32(WARP) == Int32(4 * config.groups()):
         # One thread drives the copy engine.
@@ -371,7 +358,7 @@ def weight_grad_tile[
         maps,
         o,
         problem,
-        grid_dim=problem.blocks(),
+        grid_dim=Int(problem.schedule.tiles),
         block_dim=config.threads(),
         shared=config.shared(),
     )
@@ -423,5 +410,5 @@ def parts_of(g: Geometry, config: Config, most: Int, multiprocessors: Int) -> In
         Parts, at least one.
     """
     var stages = ceildiv(g.pixels(), WIDTH * LEAST)
-    var parts = multiprocessors // GradProblem(g, config, 1).blocks()
+    var parts = multiprocessors // Int(GradProblem(g, config, 1).schedule.tiles)
     return max(1, min(min(parts, stages), most))

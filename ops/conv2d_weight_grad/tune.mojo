@@ -138,7 +138,7 @@ def program() raises:
             continue
         comptime for index in range(len(CONFIGS)):
             comptime config = CONFIGS[index]
-            var tiles = GradProblem(g, config, 1).blocks()
+            var tiles = Int(GradProblem(g, config, 1).schedule.tiles)
             var seen = 0
             for waves in range(1, 4):
                 var parts = max(1, min(most, waves * multiprocessors // tiles))

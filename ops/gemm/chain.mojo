@@ -433,7 +433,9 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         fence_barrier_init()
 
     @always_inline
-    def load_scales(self, vectors: ChainVectors[True], problem: ChainProblem, t: Int32):
+    def load_vectors(
+        self, vectors: ChainVectors[Self.config.bytes], problem: ChainProblem, t: Int32
+    ):
         """Copies biases and scales, by all threads of the block.
 
         Args:
@@ -442,26 +444,36 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             t: The thread.
         """
         comptime THREADS = Int32(Self.config.threads())
-        var columns = problem.chunks * Int32(Self.config.chunk())
-        for i in range(t, columns, THREADS):
-            var bias, scale, source = Float32(0), Float32(0), Float32(0)
-            if i < problem.hidden:
-                bias = vectors.bias1[unsafe_offset=Int(i)]
-                scale = vectors.scales[0].product[unsafe_offset=Int(i)]
-                comptime if Self.config.s > 0:
-                    bias += vectors.bias[unsafe_offset=Int(i)]
-                    source = scale
-                    scale *= vectors.scales[0].first[unsafe_offset=Int(i)]
-            var at = self.data + UInt32(Self.BIAS1) + UInt32(i) * 4
-            shared_store_float(at, bias)
-            shared_store_float(at + UInt32(columns) * 4, scale)
-            comptime if Self.config.s > 0:
-                shared_store_float(at + UInt32(columns) * 8, source)
+        comptime if Self.config.bytes or Self.config.near:
+            var columns = problem.chunks * Int32(Self.config.chunk())
+            for i in range(t, columns, THREADS):
+                var bias, scale, source = Float32(0), Float32(0), Float32(0)
+                if i < problem.hidden:
+                    bias = vectors.bias1[unsafe_offset=Int(i)]
+                    comptime if Self.config.s > 0:
+                        bias += vectors.bias[unsafe_offset=Int(i)]
+                    comptime if Self.config.bytes:
+                        scale = vectors.scales[0].product[unsafe_offset=Int(i)]
+                        comptime if Self.config.s > 0:
+                            source = scale
+                            scale *= vectors.scales[0].first[unsafe_offset=Int(i)]
+                var at = self.data + UInt32(Self.BIAS1)
+                comptime if Self.config.bytes:
+                    at += UInt32(i) * 4
+                    shared_store_float(at, bias)
+                    shared_store_float(at + UInt32(columns) * 4, scale)
+                    comptime if Self.config.s > 0:
+                        shared_store_float(at + UInt32(columns) * 8, source)
+                else:
+                    at += UInt32(i // 2 * 16 + i % 2 * 4)
+                    shared_store_float(at, bias)
+                    shared_store_float(at + 8, bias)
         for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
             var at = self.data + UInt32(i) * 4
             shared_store_float(at + UInt32(Self.BIAS2), vectors.bias2[unsafe_offset=Int(i)])
-            var scale = vectors.scales[1].product[unsafe_offset=Int(i)]
-            shared_store_float(at + UInt32(Self.SCALE2), scale)
+            comptime if Self.config.bytes:
+                var scale = vectors.scales[1].product[unsafe_offset=Int(i)]
+                shared_store_float(at + UInt32(Self.SCALE2), scale)
 
     @always_inline
     def channels1(self, column: Int32, problem: ChainProblem) -> Channels[4]:
@@ -506,30 +518,6 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         return Channels[4](
             shared_load4(at + UInt32(Self.SCALE2)), shared_load4(at + UInt32(Self.BIAS2))
         )
-
-    @always_inline
-    def load_vectors(self, vectors: ChainVectors[_], problem: ChainProblem, t: Int32):
-        """Copies the biases, by all threads of the block.
-
-        Args:
-            vectors: In global memory.
-            problem: Sizes.
-            t: The thread.
-        """
-        comptime THREADS = Int32(Self.config.threads())
-        comptime if Self.config.near:
-            for i in range(t, problem.chunks * Int32(WIDTH), THREADS):
-                var value = Float32(0)
-                if i < problem.hidden:
-                    value = vectors.bias1[unsafe_offset=Int(i)]
-                    comptime if Self.config.s > 0:
-                        value += vectors.bias[unsafe_offset=Int(i)]
-                var at = self.data + UInt32(Self.BIAS1) + UInt32(i // 2 * 16 + i % 2 * 4)
-                shared_store_float(at, value)
-                shared_store_float(at + 8, value)
-        for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
-            var at = self.data + UInt32(Self.BIAS2) + UInt32(i) * 4
-            shared_store_float(at, vectors.bias2[unsafe_offset=Int(i)])
 
 
 struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassable):
@@ -629,6 +617,18 @@ struct ChainProblem(KernelArgument, TrivialRegisterPassable):
         self.hidden, self.rows, self.eps = Int32(hidden), Int32(rows), eps
 
 
+struct _Maps:
+    """Which tensor map is which; the last is that of a second source's weights."""
+
+    comptime X = 0
+    comptime W1 = 1
+    comptime W2 = 2
+    comptime Z = 3
+    comptime RESIDUAL = 4
+    comptime H = 5
+    comptime V = 6
+
+
 @__name(t"{op}_hopper_{config.label()}_{dtypes[dtype, dtype, right]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
@@ -656,10 +656,7 @@ def chain_kernel[
     var t = Int32(thread_idx.x)
     if t == 0:
         storage.init_barriers()
-    comptime if config.bytes:
-        storage.load_scales(rebind[ChainVectors[True]](vectors), problem, t)
-    else:
-        storage.load_vectors(vectors, problem, t)
+    storage.load_vectors(vectors, problem, t)
     sync_threads(0, UInt32(config.threads()))
     launch_dependent_grids()
 
@@ -671,9 +668,8 @@ def chain_kernel[
     else:
         registers_take[consumer_registers(config.groups)]()
         comptime if config.bytes:
-            var residual = rebind[ChainVectors[True]](vectors).scales[0].residual
             _consume_bytes[dtype, right](
-                maps.address(), problem, storage, Fragment(t), residual.scale
+                maps.address(), problem, storage, Fragment(t), vectors.scales[0].residual.scale
             )
         else:
             comptime C = config.c * WIDTH
@@ -686,8 +682,8 @@ def _produce[
     config: ChainConfig, //, mlp: Bool
 ](maps: UInt64, problem: ChainProblem, storage: ChainStorage[config]):
     """Fills the pipelines, tile after tile, as stages become free."""
-    var x = TileLoader(maps)
-    var residual = TileLoader(maps, 4)
+    var x = TileLoader(maps, _Maps.X)
+    var residual = TileLoader(maps, _Maps.RESIDUAL)
     comptime if not mlp:
         residual.prefetch_descriptor()
     x.prefetch_descriptor()
@@ -744,7 +740,7 @@ def _load_weights[
     var full = weights.barrier(stage)
     var column = number // 2 * Int32(config.chunk())
     if number % 2 == 0:
-        var w1 = TileLoader(maps, 1)
+        var w1 = TileLoader(maps, _Maps.W1)
         weights.expect(stage, UInt32(config.w1()))
         comptime for i in range(config.copies(config.c)):
             w1.load(to + UInt32(i * BOX), full, Int32(i * WIDTH), column)
@@ -752,9 +748,9 @@ def _load_weights[
             comptime BEHIND = UInt32(
                 config.copies(config.c) * config.chunk() * config.row(config.c)
             )
-            TileLoader(maps, 6).load(to + BEHIND, full, 0, column)
+            TileLoader(maps, _Maps.V).load(to + BEHIND, full, 0, column)
     else:
-        var w2 = TileLoader(maps, 2)
+        var w2 = TileLoader(maps, _Maps.W2)
         weights.expect(stage, UInt32(config.w2()))
         w2.load(to, full, column, 0)
 
@@ -777,8 +773,8 @@ def _consume[
     comptime second = Epilogue("none" if mlp else "relu")
     var group = UInt32(at.group())
     var leads = at.leads()
-    var z_map = TileStore(maps, 3)
-    var h_map = TileStore(maps, 5)
+    var z_map = TileStore(maps, _Maps.Z)
+    var h_map = TileStore(maps, _Maps.H)
 
     var weights = storage.weights()
     var tiles = storage.x(group)
@@ -849,10 +845,15 @@ def _consume[
                 comptime if not mlp:
                     store_16x16[k](chunks.stage(), at, h[k])
             comptime if not mlp:
-                sync_writes(group + 1)
-                if leads:
-                    storing.release()
-                    store_boxes[dtype, WIDTH](h_map, chunks.stage(), chunk * Int32(WIDTH), m0)
+                store_boxes[dtype, WIDTH](
+                    h_map,
+                    chunks.stage(),
+                    chunk * Int32(WIDTH),
+                    m0,
+                    barrier=group + 1,
+                    leads=leads,
+                    before=storing,
+                )
                 storing.begin(chunks)
                 chunks.advance()
 
@@ -874,10 +875,9 @@ def _consume[
         comptime for k in range(4 * F):
             var v = activate[second, dtype](sums_16x16[k % 4](z[k // 4]))
             store_16x16[k](x, at, v.cast[dtype]())
-        sync_writes(group + 1)
-        if leads:
-            storing.release()
-            store_boxes[dtype, F * WIDTH](z_map, x, 0, m0)
+        store_boxes[dtype, F * WIDTH](
+            z_map, x, 0, m0, barrier=group + 1, leads=leads, before=storing
+        )
         storing.begin(tiles)
         comptime if config.x_stages == 1:
             # The next tile, before whose first chunk the stage would be released, has no other.
@@ -904,16 +904,13 @@ def _consume_bytes[
     comptime X_ROW = config.row(config.c)
     comptime Z_ROW = config.row(config.f)
     comptime COLUMNS = config.f * WIDTH
-    comptime joins = "add" if config.s == 0 else "none"
-    comptime rectifies = "add_relu" if config.s == 0 else "relu"
-    comptime first = Epilogue(joins if dtype.is_integral() else rectifies, scales=True)
-    comptime second = Epilogue("none" if dtype.is_integral() else "relu", scales=True)
+    comptime first = Epilogue.rectified[dtype, adds=config.s == 0]()
+    comptime second = Epilogue.rectified[dtype]()
     var group = UInt32(at.group())
     var leads = at.leads()
     var mine = at.column() * 2
-    var row = UInt32(at.row())
-    var z_map = TileStore(maps, 3)
-    var h_map = TileStore(maps, 5)
+    var z_map = TileStore(maps, _Maps.Z)
+    var h_map = TileStore(maps, _Maps.H)
 
     var weights = storage.weights()
     var tiles = storage.x(group)
@@ -949,20 +946,20 @@ def _consume_bytes[
                 comptime if config.s > 0:
                     scale = storage.source_scale(column + Int32(16 * k), problem)
                 comptime for half in range(2):
-                    var place = chunks.stage() + (row + UInt32(8 * half)) * UInt32(ROW)
-                    place += swizzle(UInt32(16 * k) + UInt32(mine), row)
-                    var residual = SIMD[F32, 4](0)
                     comptime if config.s > 0:
                         of.bias = quad[k, half](more).fma(scale, bias)
-                    else:
-                        residual = bitcast[dtype, 4](shared_load(place)).cast[F32]()
-                    var y = apply[first, dtype](quad[k, half](sums), of, residual, residual_scale)
-                    h[2 * k + half] = bitcast[DType.uint32, 1](narrowed[dtype](y))
-                    shared_store(place, h[2 * k + half])
-            sync_writes(group + 1)
-            if leads:
-                storing.release()
-                store_boxes[dtype, CHUNK](h_map, chunks.stage(), chunk * Int32(CHUNK), m0)
+                    h[2 * k + half] = _finish_quad[dtype, first, k, half](
+                        chunks.stage(), at, sums, of, residual_scale
+                    )
+            store_boxes[dtype, CHUNK](
+                h_map,
+                chunks.stage(),
+                chunk * Int32(CHUNK),
+                m0,
+                barrier=group + 1,
+                leads=leads,
+                before=storing,
+            )
             storing.begin(chunks)
             chunks.advance()
 
@@ -975,17 +972,36 @@ def _consume_bytes[
         comptime for k in range(COLUMNS // 16):
             var of = storage.channels2(Int32(16 * k) + mine)
             comptime for half in range(2):
-                var place = x + (row + UInt32(8 * half)) * UInt32(Z_ROW)
-                place += swizzle[Z_ROW](UInt32(16 * k) + UInt32(mine), row)
-                var y = apply[second, dtype](quad[k, half](z), of)
-                shared_store(place, bitcast[DType.uint32, 1](narrowed[dtype](y)))
-        sync_writes(group + 1)
-        if leads:
-            storing.release()
-            store_boxes[dtype, COLUMNS, bytes=Z_ROW](z_map, x, 0, m0)
+                _ = _finish_quad[dtype, second, k, half, bytes=Z_ROW](x, at, z, of)
+        store_boxes[dtype, COLUMNS, bytes=Z_ROW](
+            z_map, x, 0, m0, barrier=group + 1, leads=leads, before=storing
+        )
         storing.begin(tiles)
         tiles.advance()
     stores_read()
+
+
+@always_inline
+def _finish_quad[
+    sum: DType, //, dtype: DType, epilogue: Epilogue, k: Int, half: Int, *, bytes: Int = ROW
+](
+    rows: UInt32,
+    at: Fragment,
+    sums: StaticTuple[Scalar[sum], _],
+    of: Channels[4],
+    residual_scale: Float32 = 1,
+) -> UInt32:
+    """Finishes a quad of sums in its place in shared memory, and packs it as wgmma takes it."""
+    var row = UInt32(at.row())
+    var place = rows + (row + UInt32(8 * half)) * UInt32(bytes)
+    place += swizzle[bytes](UInt32(16 * k) + UInt32(at.column() * 2), row)
+    var residual = SIMD[F32, 4](0)
+    comptime if epilogue.joins:
+        residual = bitcast[dtype, 4](shared_load(place)).cast[F32]()
+    var y = apply[epilogue, dtype](quad[k, half](sums), of, residual, residual_scale)
+    var bits = bitcast[DType.uint32, 1](narrowed[dtype](y))
+    shared_store(place, bits)
+    return bits
 
 
 @always_inline
@@ -1120,19 +1136,25 @@ def _enqueue[
     comptime X_ROW = config.row(config.c)
     comptime Z_ROW = config.row(config.f)
     comptime W1 = config.chunk()
-    maps.maps[0] = matrix_map[dtype](ctx, o.x, rows=m, columns=C, box=ROWS, bytes=X_ROW)
-    maps.maps[1] = matrix_map[right](ctx, o.w1, rows=hidden, columns=C, box=W1, bytes=X_ROW)
-    maps.maps[2] = matrix_map[right](ctx, o.w2, rows=F, columns=hidden, box=F)
-    maps.maps[3] = matrix_map[dtype](ctx, o.z, rows=m, columns=F, box=ROWS, bytes=Z_ROW)
+    maps.maps[_Maps.X] = matrix_map[dtype](ctx, o.x, rows=m, columns=C, box=ROWS, bytes=X_ROW)
+    maps.maps[_Maps.W1] = matrix_map[right](ctx, o.w1, rows=hidden, columns=C, box=W1, bytes=X_ROW)
+    maps.maps[_Maps.W2] = matrix_map[right](ctx, o.w2, rows=F, columns=hidden, box=F)
+    maps.maps[_Maps.Z] = matrix_map[dtype](ctx, o.z, rows=m, columns=F, box=ROWS, bytes=Z_ROW)
     comptime if config.s > 0:
         comptime S = config.s * WIDTH
         comptime S_ROW = config.row(config.s)
-        maps.maps[4] = matrix_map[dtype](ctx, o.residual, rows=m, columns=S, box=ROWS, bytes=S_ROW)
-        maps.maps[6] = matrix_map[right](ctx, o.v, rows=hidden, columns=S, box=W1, bytes=S_ROW)
+        maps.maps[_Maps.RESIDUAL] = matrix_map[dtype](
+            ctx, o.residual, rows=m, columns=S, box=ROWS, bytes=S_ROW
+        )
+        maps.maps[_Maps.V] = matrix_map[right](
+            ctx, o.v, rows=hidden, columns=S, box=W1, bytes=S_ROW
+        )
     elif config.h_stages > 0:
-        maps.maps[4] = matrix_map[dtype](ctx, o.residual, rows=m, columns=hidden, box=ROWS)
+        maps.maps[_Maps.RESIDUAL] = matrix_map[dtype](
+            ctx, o.residual, rows=m, columns=hidden, box=ROWS
+        )
     comptime if config.h_stages > 0:
-        maps.maps[5] = matrix_map[dtype](ctx, o.h, rows=m, columns=hidden, box=ROWS)
+        maps.maps[_Maps.H] = matrix_map[dtype](ctx, o.h, rows=m, columns=hidden, box=ROWS)
     var shared = ChainStorage[config].bytes(Int(problem.chunks))
     launch[chain_kernel[dtype, op, config, right]](
         ctx,

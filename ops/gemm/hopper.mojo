@@ -71,7 +71,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.scheduler import Start, Work
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
-from ..hopper.store import Storing, load_residual, store_boxes, sync_writes
+from ..hopper.store import Storing, load_residual, store_boxes
 from ..hopper.tma import (
     TensorMap,
     TensorMaps,
@@ -575,11 +575,9 @@ def _consume[
                     row_sums.store[last](
                         end.norm[0], at, low=low if low < m else -1, high=high, f0=f0
                     )
-            sync_writes(group + 1)
-            if leads:
-                store_boxes[out, PART, bytes=BOX](
-                    y, to, f0 + Int32(part * PART), m0 + Int32(group) * Int32(ROWS)
-                )
+            store_boxes[out, PART, bytes=BOX](
+                y, to, f0 + Int32(part * PART), row0, barrier=group + 1, leads=leads
+            )
             pipeline.advance()
     stores_read()
 

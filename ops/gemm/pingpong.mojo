@@ -51,7 +51,7 @@ from ..hopper.ptx import (
     sync_threads,
 )
 from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, block_memory, shared_memory
-from ..hopper.store import BoxRing, store_boxes, sync_writes
+from ..hopper.store import BoxRing, store_boxes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
 from ..operands import Operands, Scales, dtypes
@@ -319,7 +319,7 @@ def _consume[
     var schedule = problem.schedule
     var steps = problem.steps()
     var leads = at.leads()
-    var own = UInt32(at.group() + GROUPS) + 1  # after the barriers of `order`
+    var own = OrderedSequence.own_barrier(at.group(), GROUPS)
     var tiles = schedule.stationary()
     var product = schedule.tile(tiles.first).product
     var end = tensors.of(product)
@@ -384,9 +384,9 @@ def _consume[
                 problem.filters,
                 norm=norm,
             )
-            sync_writes(own)
-            if leads:
-                store_boxes[out, WIDTH, bytes=config.row[out]()](y, to, f0 + Int32(column), m0)
+            store_boxes[out, WIDTH, bytes=config.row[out]()](
+                y, to, f0 + Int32(column), m0, barrier=own, leads=leads
+            )
         pipeline.advance(UInt32((GROUPS - 1) * steps))
     stores_read()
 

@@ -49,7 +49,7 @@ from ..hopper.pipeline import Pipeline
 from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
-from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile
+from ..hopper.tile import TileBlock, TileConfig, TilePlan, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepCounter, produce_pixels
 from ..launch import launch
@@ -111,39 +111,36 @@ def resident_kernel[
     """
     comptime CONSUMERS = Int32(WARPGROUP * config.groups)
     var t = Int32(thread_idx.x)
-    var schedule = problem.schedule
-    var start = schedule.start[config.split]()
-    var tile = schedule.tile(start.tile)
-    var share = schedule.share[config.split](start, problem.steps())
-    var storage = TileStorage(shared_memory["gemm_resident"](), schedule, start, plan)
+    var block = TileBlock(shared_memory["gemm_resident"](), problem, plan)
+    var tile = block.tile
     if t == 0:
-        storage.init(plan.box.warps(problem.rows_of(tile.product), tile.row))
+        block.init(problem, plan.box)
     sync_threads(0, UInt32(threads(config)))
     comptime if config.split:
         cluster_arrive()
 
-    var steps = StepCounter(share, problem.conv, plan.box)
+    var steps = StepCounter(block.share, problem.conv, plan.box)
     if t < CONSUMERS:
         var of = tensors.of(tile.product)
         if problem.constant == 0:
             wait_on_dependent_grids()
         if t < Int32(config.columns):
-            storage.load_bias(t, of, tile, problem.filters)
+            block.load_bias(t, of, problem.filters)
         sync_threads(1, UInt32(CONSUMERS))
-        consume_tile[epilogue](storage, steps, of, problem, plan.box, tile, Fragment(t))
+        consume_tile[epilogue](block, steps, of, problem, plan.box, Fragment(t))
     elif t == CONSUMERS:
         if problem.constant == 0:
             wait_on_dependent_grids()
         _produce_filters[dtype, split=config.split](
             TileLoader(maps.address(), 2 * tile.product + 1),
-            storage.w,
+            block.w,
             steps,
             tile.column * Int32(config.columns),
         )
     elif t == CONSUMERS + Int32(WARP):
         produce_pixels[dtype, split=config.split](
             TileLoader(maps.address(), 2 * tile.product),
-            storage.x,
+            block.x,
             steps,
             problem.conv,
             plan.box,

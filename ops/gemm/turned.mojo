@@ -411,7 +411,7 @@ def _consume[
     comptime WORKERS = Int32(CONSUMERS if config.turns() else 1)
     var group = at.group()
     var leads = at.leads()
-    var own = UInt32(group) + 3  # after the barriers of `order`
+    var own = OrderedSequence.own_barrier(group, CONSUMERS)
     var y = TileStore(maps, 2)
     var schedule = problem.schedule
     var worker = group if config.turns() else 0

@@ -366,6 +366,20 @@ struct OrderedSequence(TrivialRegisterPassable):
             self.next = 1
             self.arrive()
 
+    @staticmethod
+    @always_inline
+    def own_barrier(consumer: Int32, consumers: Int32) -> UInt32:
+        """Numbers a barrier of a consumer's own threads, after those at which it takes turns.
+
+        Args:
+            consumer: Its number.
+            consumers: How many there are.
+
+        Returns:
+            One of `sync_threads`.
+        """
+        return UInt32(consumer) + UInt32(consumers) + 1
+
     @always_inline
     def wait(self):
         """Waits for this consumer's turn; all of its threads call it."""

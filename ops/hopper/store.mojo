@@ -3,9 +3,8 @@
 A consumer, a warpgroup, goes
 
     finish_rows or finish_columns   the result lies in boxes in shared memory
-    sync_writes                     all of it, visible to the copy engine
-    store_boxes                     by the first thread: groups of stores are a thread's own, so it
-                                    alone can wait for them
+    store_boxes                     all of it is visible to the copy engine, and the first thread stores
+                                    it: groups of stores are a thread's own, so it alone can wait for them
 
 and a place is written again in one of two ways:
 
@@ -42,8 +41,18 @@ def sync_writes(barrier: UInt32, threads: Int = WARPGROUP):
 @always_inline
 def store_boxes[
     dtype: DType, columns: Int, *, rows: Int = ROWS, bytes: Int = ROW, images: Bool = False
-](y: TileStore, at: UInt32, column: Int32, row: Int32, image: Int32 = 0):
-    """Starts storing a result, as one group; by one thread, after `sync_writes`.
+](
+    y: TileStore,
+    at: UInt32,
+    column: Int32,
+    row: Int32,
+    image: Int32 = 0,
+    *,
+    barrier: UInt32,
+    leads: Bool,
+    before: StoringStage = StoringStage(),
+):
+    """Starts storing a result, as one group, once all of it is written; by all of a consumer's threads.
 
     Parameters:
         dtype: Of the result.
@@ -58,16 +67,22 @@ def store_boxes[
         column: The result's first in y.
         row: Likewise.
         image: Likewise, if there are images.
+        barrier: At which the consumer meets.
+        leads: Whether the thread stores.
+        before: The stage of the result before, which it releases.
     """
-    comptime WIDTH = bytes // size_of[dtype]()
-    comptime for j in range(columns // WIDTH):
-        var box = at + UInt32(j * rows * bytes)
-        var x = column + Int32(j * WIDTH)
-        comptime if images:
-            y.store(box, x, row, image)
-        else:
-            y.store(box, x, row)
-    stores_commit()
+    sync_writes(barrier)
+    if leads:
+        before.release()
+        comptime WIDTH = bytes // size_of[dtype]()
+        comptime for j in range(columns // WIDTH):
+            var box = at + UInt32(j * rows * bytes)
+            var x = column + Int32(j * WIDTH)
+            comptime if images:
+                y.store(box, x, row, image)
+            else:
+                y.store(box, x, row)
+        stores_commit()
 
 
 @always_inline

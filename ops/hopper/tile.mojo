@@ -7,7 +7,7 @@ the way out:
 
     TileConfig     the tile, a compile-time value
     TilePlan       how shared memory is divided: rings of x and of the filters (window.mojo)
-    TileStorage    the parts: rings, bias, and what a cluster's blocks send (cluster.mojo)
+    TileBlock      the block's tile, and the parts: rings, bias, what a cluster's blocks send (cluster.mojo)
     consume_tile   what the consumers do; the results leave the registers (direct_store.mojo)
 """
 
@@ -30,7 +30,7 @@ from .moments import RowMoments, RowNorm
 from .pipeline import Pipeline
 from .pixel_box import PixelBox
 from .ptx import cluster_wait, fence_barrier_init, shared_store_float
-from .scheduler import Share, Start, Tile, TileScheduler
+from .scheduler import Share, Tile
 from .shared import ROW, WARP
 from .window import Steps, ring_stages
 
@@ -125,19 +125,23 @@ struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
         """Counts the bytes of shared memory.
 
         Returns:
-            What `TileStorage` divides.
+            What `TileBlock` divides.
         """
         var x = Int(self.x_stages) * (Int(self.box.bytes) + Pipeline.BARRIERS)
         return x + Int(self.w_stages) * (Self.W_BYTES + Pipeline.BARRIERS) + Self.ENDS
 
 
-struct TileStorage[config: TileConfig](TrivialRegisterPassable):
-    """What a block has in its shared memory.
+struct TileBlock[config: TileConfig](TrivialRegisterPassable):
+    """What a block computes, and what it has in its shared memory.
 
     Parameters:
         config: The tile.
     """
 
+    var tile: Tile
+    """Which one."""
+    var share: Share
+    """The block's steps of K."""
     var w: Pipeline
     """Filters, a stage a step."""
     var x: Pipeline
@@ -150,21 +154,18 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
     """Address of what follows."""
 
     @always_inline
-    def __init__(
-        out self,
-        data: UInt32,
-        schedule: TileScheduler,
-        start: Start,
-        plan: TilePlan[Self.config],
-    ):
-        """Divides shared memory.
+    def __init__(out self, data: UInt32, problem: Problem[_], plan: TilePlan[Self.config]):
+        """Finds the block's tile, and divides shared memory.
 
         Args:
             data: Its address.
-            schedule: The tiles.
-            start: Has the block's rank in its cluster.
+            problem: Sizes.
             plan: How many stages there are.
         """
+        var schedule = problem.schedule
+        var start = schedule.start[Self.config.split]()
+        self.tile = schedule.tile(start.tile)
+        self.share = schedule.share[Self.config.split](start, problem.steps())
         comptime Received = Inbox[Self.config.columns, Self.config.groups]
         comptime Planned = TilePlan[Self.config]
         comptime W_BYTES = UInt32(Planned.W_BYTES)
@@ -180,11 +181,12 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
         self.end = self.bias + UInt32(4 * Self.config.columns)
 
     @always_inline
-    def init(self, warps: Int32, *, producers: Int = 1):
+    def init(self, problem: Problem[_], box: PixelBox[Self.config.rows()], *, producers: Int = 1):
         """Prepares the barriers, by one thread.
 
         Args:
-            warps: Of consumers that have a pixel of the tile.
+            problem: Sizes.
+            box: Where the tile's pixels lie.
             producers: How many arrivals fill a stage of filters.
         """
         self.w.init(consumers=Self.config.groups, producers=producers)
@@ -193,19 +195,18 @@ struct TileStorage[config: TileConfig](TrivialRegisterPassable):
             self.inbox.barrier.init()
         fence_barrier_init()
         comptime if Self.config.split:
-            self.inbox.expect(warps)
+            self.inbox.expect(box.warps(problem.rows_of(self.tile.product), self.tile.row))
 
     @always_inline
-    def load_bias(self, i: Int32, tensors: EpilogueTensors[...], tile: Tile, filters: Int32):
+    def load_bias(self, i: Int32, tensors: EpilogueTensors[...], filters: Int32):
         """Copies the bias of one of the tile's filters.
 
         Args:
             i: Which of them, one a thread.
             tensors: Have the bias, of the tile's product.
-            tile: Of the block.
             filters: F.
         """
-        var f = min(tile.column * Int32(Self.config.columns) + i, filters - 1)
+        var f = min(self.tile.column * Int32(Self.config.columns) + i, filters - 1)
         shared_store_float(self.bias + 4 * UInt32(i), tensors.bias_of[1](f))
 
 
@@ -218,12 +219,11 @@ def consume_tile[
     *,
     ahead: Bool = True,
 ](
-    storage: TileStorage[config],
+    block: TileBlock[config],
     steps: Some[Steps],
     tensors: EpilogueTensors[dtype, _, 1],
     problem: Problem[_],
     box: PixelBox[config.rows()],
-    tile: Tile,
     at: Fragment,
 ):
     """Multiplies the stages, and finishes the tile or what a cluster's block has of it.
@@ -235,12 +235,11 @@ def consume_tile[
         ahead: Whether the residual is read before the products, if there are registers for it.
 
     Args:
-        storage: The block's shared memory.
+        block: Its tile and its shared memory.
         steps: Of K.
         tensors: Bias, residual and y of the tile's product.
         problem: Sizes.
         box: Where the tile's pixels lie.
-        tile: Of the block.
         at: The thread's place.
     """
     comptime COLUMNS = config.columns
@@ -249,11 +248,12 @@ def consume_tile[
     comptime assert not epilogue.pools or (
         config.groups == 1 and not config.split and not epilogue.normed()
     ), "consume_tile: one warpgroup has all rows whose mean is stored"
+    var tile = block.tile
     var m = problem.rows_of(tile.product)
     var row = at.group() * Int32(ROWS) + at.row()
     var pairs = Share(0, Int32(PAIRS))
     comptime if config.split:
-        pairs = storage.inbox.pairs()
+        pairs = block.inbox.pairs()
     var outputs = Outputs[PAIRS](
         at,
         low=box.pixel(problem.conv, m, tile.row, row),
@@ -266,9 +266,9 @@ def consume_tile[
         cluster_wait()
     # No stage is filled twice, and all filters have come before x does.
     var count = steps.count()
-    var resident = count <= Int32(storage.w.stages)
+    var resident = count <= Int32(block.w.stages)
     if resident:
-        storage.w.wait_first(count)
+        block.w.wait_first(count)
     wait_on_dependent_grids()
 
     var residual = StaticTuple[SIMD[dtype, 2], PAIRS](fill=SIMD[dtype, 2](0))
@@ -278,7 +278,7 @@ def consume_tile[
     comptime if epilogue.normalizes:
         moments = RowMoments(tensors.norm[0], at, max(outputs.low, 0), max(outputs.high, 0))
     var sums = multiply_steps[dtype, COLUMNS](
-        storage.x, storage.w, steps, count, box, at, resident=resident
+        block.x, block.w, steps, count, box, at, resident=resident
     )
     comptime if not ahead and not config.split:
         residual = outputs.load_residual[dtype, epilogue](tensors)
@@ -288,24 +288,24 @@ def consume_tile[
     wgmma_wait_group_sync[0]()
     comptime if config.split:
         if at.t // Int32(WARP) < box.warps(m, tile.row):
-            storage.inbox.send(at, sums)
+            block.inbox.send(at, sums)
         comptime if not ahead:
             residual = outputs.load_residual[dtype, epilogue](tensors)
         finish_pairs[dtype, epilogue](
             outputs,
             at,
             tensors,
-            storage.inbox.receive(at),
+            block.inbox.receive(at),
             problem.alpha,
-            storage.bias,
+            block.bias,
             residual,
             norm,
         )
     elif epilogue.pools:
         pool_pairs[dtype, epilogue](
-            outputs, at, tensors, sums, problem.alpha, storage.bias, residual, storage.end, m
+            outputs, at, tensors, sums, problem.alpha, block.bias, residual, block.end, m
         )
     else:
         finish_pairs[dtype, epilogue](
-            outputs, at, tensors, sums, problem.alpha, storage.bias, residual, norm
+            outputs, at, tensors, sums, problem.alpha, block.bias, residual, norm
         )

@@ -2,14 +2,14 @@
 
     y[m, f] = act(alpha * sum_k x[m, k] w[f, k] + bias + residual)
 
-    x[N, H, W, C]              activations, read as [M, K] by the copy engine's im2col mode
-    w[entries, columns, 128 B] blocks: `columns` filters x 128 bytes of channels of one tap
-    y[N, P, Q, F]              result, and the residual
+    x[N, H, W, C]          activations, read as [M, K] by the copy engine's im2col mode
+    w[entries, 64, 128 B]  blocks: 64 filters x 128 bytes of channels of one tap
+    y[N, P, Q, F]          result, and the residual
 
-M = N * P * Q output pixels, K = R * S * C. A tile is `pixels` pixels x `columns` filters. Each
-`columns` filters have a list of their blocks that hold a nonzero (graphs/arrange.py, block_steps).
-As in ops/gemm/hopper.mojo one warp, the producer, fills a ring of stages, here with the blocks of
-the list and what they meet of x, and warpgroups multiply the stages by wgmma, 64 filters each. But
+M = N * P * Q output pixels, K = R * S * C. A tile is `pixels` pixels x 64 filters. Each 64 filters
+have a list of their blocks that hold a nonzero (graphs/arrange.py, block_steps). As in
+ops/gemm/hopper.mojo one warp, the producer, fills a ring of stages, here with the blocks of the list
+and what they meet of x, and a warpgroup multiplies the stages by wgmma. But
 
 - filters are the left side of a product and pixels the right one: 64 filters then have as many
   pixels beside them as the registers hold; 64 pixels x 64 filters would bring half as many bytes
@@ -43,10 +43,10 @@ from ..hopper.epilogue import EpilogueTensors, finish_columns
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline
-from ..hopper.ptx import stores_read, sync_threads
+from ..hopper.ptx import stores_read
 from ..hopper.scheduler import Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
-from ..hopper.store import Storing, load_residual, store_boxes, sync_writes
+from ..hopper.store import Storing, load_residual, store_boxes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..hopper.window import Reads
 from ..launch import launch
@@ -54,6 +54,8 @@ from ..operands import F32, Data, Operands
 
 comptime I32 = DType.int32
 """Of a list."""
+comptime FILTERS = ROWS
+"""Filters of a block, as in graphs/formats.py."""
 comptime HEAD = 2
 """Numbers of a list before its steps: the first block in w, and how many."""
 
@@ -61,8 +63,6 @@ comptime HEAD = 2
 struct Config(TrivialRegisterPassable):
     """How a block of threads works: a compile-time value."""
 
-    var columns: Int
-    """Filters: 64 or 128."""
     var pixels: Int
     """Pixels, at most 256: the N of wgmma."""
     var stages: Int
@@ -76,7 +76,6 @@ struct Config(TrivialRegisterPassable):
 
     def __init__(
         out self,
-        columns: Int,
         pixels: Int,
         stages: Int,
         blocks: Int,
@@ -87,14 +86,13 @@ struct Config(TrivialRegisterPassable):
         """Names the parts.
 
         Args:
-            columns: Filters of a tile.
             pixels: Pixels of a tile.
             stages: Stages of the ring.
             blocks: Blocks of a multiprocessor.
             split: Whether a cluster shares a tile.
             overlap: Whether products of two stages overlap.
         """
-        self.columns, self.pixels, self.stages = columns, pixels, stages
+        self.pixels, self.stages = pixels, stages
         self.blocks, self.split, self.overlap = blocks, split, overlap
 
     def label(self) -> String:
@@ -103,26 +101,8 @@ struct Config(TrivialRegisterPassable):
         Returns:
             Pixels, filters and stages, and how it works.
         """
-        var size = t"{self.pixels}x{self.columns}x{self.stages}"
+        var size = t"{self.pixels}x{FILTERS}x{self.stages}"
         return String(size) + ("split" if self.split else "overlap" if self.overlap else "")
-
-    @always_inline
-    def groups(self) -> Int:
-        """Counts the consumers.
-
-        Returns:
-            One for 64 filters.
-        """
-        return self.columns // ROWS
-
-    @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
-
-        Returns:
-            A warpgroup for each consumer, and the producer's warp.
-        """
-        return WARPGROUP * self.groups() + WARP
 
     @always_inline
     def stage(self) -> Int:
@@ -131,7 +111,7 @@ struct Config(TrivialRegisterPassable):
         Returns:
             128 for each pixel and filter.
         """
-        return (self.pixels + self.columns) * ROW
+        return (self.pixels + FILTERS) * ROW
 
     @always_inline
     def parts[dtype: DType](self) -> Int:
@@ -144,7 +124,7 @@ struct Config(TrivialRegisterPassable):
             A power of two.
         """
         var parts = 1
-        while self.pixels // parts * self.columns * size_of[dtype]() > self.stage():
+        while self.pixels // parts * FILTERS * size_of[dtype]() > self.stage():
             parts *= 2
         return parts
 
@@ -170,24 +150,20 @@ struct Config(TrivialRegisterPassable):
         return self.stages * self.stage() + Pipeline.BARRIERS * self.stages + SWIZZLED
 
 
-comptime NARROW: List[Config] = [
-    Config(64, 128, 8, 1, overlap=True),
-    Config(64, 192, 3, 2),
-    Config(64, 64, 6, 2, split=True),
+comptime THREADS = WARPGROUP + WARP
+"""Of a block: the consumer's warpgroup, and the producer's warp."""
+comptime TILES: List[Config] = [
+    Config(128, 8, 1, overlap=True),
+    Config(192, 3, 2),
+    Config(64, 6, 2, split=True),
 ]
-"""The tiles of 64 filters."""
-comptime WIDE: List[Config] = [
-    Config(128, 128, 6, 1, overlap=True),
-    Config(128, 192, 5, 1, overlap=True),
-    Config(128, 64, 4, 2, split=True),
-]
-"""The tiles of 128 filters."""
+"""The tiles that are compiled; the last one splits."""
 
 
 @__name(t"sparse_conv2d_blocks_{config.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
     `nvvm.minctasm`=SIMDLength(config.blocks),
 )
 def blocks_kernel[
@@ -215,7 +191,7 @@ def blocks_kernel[
     """
     var data = shared_memory["conv2d_blocks"]()
     var pipeline = Pipeline.of_block[config.stages](
-        data, bytes=config.stage(), consumers=config.groups(), threads=config.threads()
+        data, bytes=config.stage(), consumers=1, threads=THREADS
     )
     launch_dependent_grids()
     var t = Int32(thread_idx.x)
@@ -223,7 +199,7 @@ def blocks_kernel[
     var tiles = Lists(lists, pitch, problem.schedule)
     var start = problem.schedule.start[config.split]()
     var first_tile = tiles.tile(start.tile)
-    if t // Int32(WARP) == Int32(4 * config.groups()):
+    if t >= Int32(WARPGROUP):
         # One thread drives the copy engine.
         if t % Int32(WARP) == 0:
             _produce[dtype, epilogue, config](
@@ -238,9 +214,9 @@ def blocks_kernel[
             dtype,
             epilogue,
             rows=config.pixels,
-            columns=config.columns,
+            columns=FILTERS,
             pad=PAD // 2,
-            threads=config.threads(),
+            threads=THREADS,
         ](
             tensors,
             data,
@@ -248,7 +224,7 @@ def blocks_kernel[
             problem.schedule.splits,
             m0=first_tile.row * Int32(config.pixels),
             m=problem.rows_of(0),
-            f0=first_tile.column * Int32(config.columns),
+            f0=first_tile.column * Int32(FILTERS),
             f=problem.filters,
             alpha=problem.alpha,
         )
@@ -342,7 +318,6 @@ def _produce[
     comptime WIDTH = Int32(ROW // size_of[dtype]())
     comptime STAGE = UInt32(config.stage())
     comptime W_AT = UInt32(config.pixels * ROW)
-    comptime COLUMNS = Int32(config.columns)
     comptime PART = config.part[dtype]()
     var x = TileLoader(maps, 0)
     var w = TileLoader(maps, 1)
@@ -362,14 +337,14 @@ def _produce[
             pipeline.stage(i) + W_AT,
             pipeline.barrier(i),
             0,
-            (tile.first + steps.begin + i) * COLUMNS,
+            (tile.first + steps.begin + i) * Int32(FILTERS),
         )
     wait_on_dependent_grids()
 
     for number in schedule.turns(start):
         var following = lists.after(number, tile)
         var m0 = tile.row * Int32(config.pixels)
-        var f0 = tile.column * COLUMNS
+        var f0 = tile.column * Int32(FILTERS)
         var pixel = problem.conv.pixel(m0)
         var corner = problem.conv.corner(pixel)
         for i in range(steps.begin, steps.end):
@@ -379,7 +354,7 @@ def _produce[
             var full = pipeline.barrier()
             if pipeline.acquire_or_prefetched():
                 pipeline.expect(STAGE)
-                w.load(to + W_AT, full, 0, (tile.first + i) * COLUMNS)
+                w.load(to + W_AT, full, 0, (tile.first + i) * Int32(FILTERS))
             load_pixels(
                 x,
                 to,
@@ -398,7 +373,7 @@ def _produce[
         steps = schedule.share[config.split](start, tile.count)
         next = tile.steps[unsafe_offset=Int(steps.begin)]
         comptime for part in range(config.parts[dtype]()):
-            load_residual[dtype, config.columns, joins=epilogue.joins, rows=PART](
+            load_residual[dtype, FILTERS, joins=epilogue.joins, rows=PART](
                 pipeline, residual, f0, m0 + Int32(part * PART)
             )
 
@@ -420,8 +395,6 @@ def _consume[
     comptime W_AT = UInt32(config.pixels * ROW)
     comptime PARTS = config.parts[dtype]()
     comptime PART = config.part[dtype]()
-    comptime RESULT = PART * ROWS * size_of[dtype]()
-    var group = UInt32(at.group())
     var leads = at.leads()
     var y = TileStore(maps, 2)
     var schedule = problem.schedule
@@ -432,7 +405,7 @@ def _consume[
     for number in schedule.turns(start):
         var tile = following
         following = lists.after(number, tile)
-        var f0 = tile.column * Int32(config.columns) + at.group() * Int32(ROWS)
+        var f0 = tile.column * Int32(FILTERS)
         var bias = SIMD[F32, 2](0)
         comptime if not config.split:
             bias = tensors.row_biases(at, f0, problem.filters)
@@ -441,28 +414,23 @@ def _consume[
             pipeline,
             storing,
             steps,
-            a=W_AT + group * UInt32(ROWS * ROW),
+            a=W_AT,
             b=0,
             leads=leads,
             start=Sums[config.pixels](fill=0),
         )
 
         comptime if config.split:
-            comptime if config.groups() > 1:
-                # No group may still read what another's sums overwrite.
-                sync_threads(1, UInt32(WARPGROUP * config.groups()))
-            leave_columns[config.columns, config.pixels](at_start.data, at, sums)
+            leave_columns[FILTERS, config.pixels](at_start.data, at, sums)
             return
 
         storing.begin(pipeline)
         comptime for part in range(PARTS):
             pipeline.wait()
-            var to = pipeline.stage() + group * UInt32(RESULT)
+            var to = pipeline.stage()
             finish_columns[dtype, epilogue, PART, part * PART](to, at, sums, problem.alpha, bias)
-            sync_writes(group + 1)
-            if leads:
-                var m = tile.row * Int32(config.pixels) + Int32(part * PART)
-                store_boxes[dtype, ROWS, rows=PART](y, to, f0, m)
+            var m = tile.row * Int32(config.pixels) + Int32(part * PART)
+            store_boxes[dtype, ROWS, rows=PART](y, to, f0, m, barrier=1, leads=leads)
             pipeline.advance()
     stores_read()
 
@@ -491,7 +459,7 @@ def enqueue_blocks[
     Args:
         g: Sizes; one group.
         o: The tensors; w holds the blocks.
-        lists: [F / columns, pitch], see graphs/arrange.py.
+        lists: [F / 64, pitch], see graphs/arrange.py.
         pitch: Numbers of a list.
         entries: Blocks of w.
         splits: Blocks of threads that share a tile; 1 unless the config splits.
@@ -503,7 +471,6 @@ def enqueue_blocks[
     comptime WIDTH = ROW // size_of[dtype]()
     comptime PART = config.part[dtype]()
     comptime assert config.pixels % 64 == 0, "conv2d_blocks: a tile has 64, 128, 192 or 256 pixels"
-    comptime assert config.columns % ROWS == 0, "conv2d_blocks: a tile has 64 or 128 filters"
     comptime assert (
         config.parts[dtype]() < config.stages
     ), "conv2d_blocks: the results expect fewer stages than there are"
@@ -511,7 +478,7 @@ def enqueue_blocks[
     var maps = TensorMaps[4]()
     maps.maps[0] = pixels_map[dtype](ctx, o.x, g, config.pixels)
     maps.maps[1] = matrix_map[dtype, True](
-        ctx, o.w, rows=entries * config.columns, columns=WIDTH, box=config.columns
+        ctx, o.w, rows=entries * FILTERS, columns=WIDTH, box=FILTERS
     )
     maps.maps[2] = matrix_map[dtype](ctx, o.y, rows=m, columns=g.f, box=PART)
     comptime if epilogue.joins:
@@ -519,7 +486,7 @@ def enqueue_blocks[
     var problem = Problem[1](
         [g],
         rows=config.pixels,
-        columns=config.columns,
+        columns=FILTERS,
         width=WIDTH,
         splits=splits,
         alpha=o.alpha,
@@ -533,17 +500,14 @@ def enqueue_blocks[
         problem,
         Int32(pitch),
         grid_dim=problem.schedule.blocks[config.split](resident),
-        block_dim=config.threads(),
+        block_dim=THREADS,
         cluster_dim=Dim(splits),
         shared=config.shared(),
     )
 
 
-def choose_blocks[tiles: List[Config]](g: Geometry, entries: Int, device: Device) -> Int:
+def choose_blocks(g: Geometry, entries: Int, device: Device) -> Int:
     """Chooses the tile of a convolution, by costs as measured.
-
-    Parameters:
-        tiles: Of as many filters; the last one splits.
 
     Args:
         g: Sizes.
@@ -551,12 +515,12 @@ def choose_blocks[tiles: List[Config]](g: Geometry, entries: Int, device: Device
         device: The GPU.
 
     Returns:
-        An index in `tiles`.
+        An index in `TILES`.
     """
 
     def cost(config: Config) {imm} -> Float64:
-        var count = g.tiles(config.pixels, config.columns)
-        var steps = entries // ceildiv(g.f, config.columns)
+        var count = g.tiles(config.pixels, FILTERS)
+        var steps = entries // ceildiv(g.f, FILTERS)
         if config.split:
             # A cluster costs as much as 12 steps of a tile, and more where there are many.
             return 0 if 5 * steps >= 60 + count else NEVER
@@ -564,11 +528,11 @@ def choose_blocks[tiles: List[Config]](g: Geometry, entries: Int, device: Device
         var pace = 9 if config.stages > 5 else 10
         return Float64(device.waves(count) * (config.pixels * steps * pace + 2000))
 
-    return cheapest[tiles](cost)
+    return cheapest[TILES](cost)
 
 
 def blocks_conv2d[
-    dtype: DType, epilogue: Epilogue, columns: Int
+    dtype: DType, epilogue: Epilogue
 ](
     g: Geometry,
     o: Operands[dtype],
@@ -582,12 +546,11 @@ def blocks_conv2d[
     Parameters:
         dtype: Of x, w and y.
         epilogue: What the accumulator goes through.
-        columns: Filters of a block, 64 or 128.
 
     Args:
         g: Sizes; one group.
-        o: The tensors; w[entries, columns, 128 bytes] holds the blocks.
-        lists: [F / columns, pitch], see graphs/arrange.py.
+        o: The tensors; w[entries, 64, 128 bytes] holds the blocks.
+        lists: [F / 64, pitch], see graphs/arrange.py.
         pitch: Numbers of a list.
         entries: Blocks of w.
         ctx: The GPU.
@@ -595,13 +558,11 @@ def blocks_conv2d[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    comptime assert columns == 64 or columns == 128, "blocks_conv2d: expects 64 or 128 columns"
-    comptime configs = NARROW if columns == 64 else WIDE
-    var best = choose_blocks[configs](g, entries, Device(ctx))
-    comptime for i in range(len(configs)):
-        comptime config = configs[i]
+    var best = choose_blocks(g, entries, Device(ctx))
+    comptime for i in range(len(TILES)):
+        comptime config = TILES[i]
         if i == best:
             var splits = 1
             comptime if config.split:
-                splits = 4 if g.tiles(config.pixels, columns) * columns <= 1024 else 2
+                splits = 4 if g.tiles(config.pixels, FILTERS) <= 16 else 2
             enqueue_blocks[dtype, epilogue, config](g, o, lists, pitch, entries, splits, ctx)

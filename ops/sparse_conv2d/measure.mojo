@@ -19,9 +19,8 @@ from ..geometry import Geometry
 from ..hopper.shared import ROW
 from ..measure import Bench, launches_of, read_lines, square
 from ..operands import F32, Batch, Data, Operands
-from .blocks import blocks_conv2d
+from .blocks import FILTERS, blocks_conv2d
 from .gpu import sparse_conv2d_gpu
-from .packed import FILTERS
 from .tiled import sparse_conv2d_tiled
 from .two_four import two_four_conv2d
 
@@ -192,7 +191,7 @@ struct Timer[dtype: DType]:
                 g, o, arrays[1].at[DType.uint32](copy), self.bench.ctx
             )
         elif kernel == "blocks":
-            blocks_conv2d[Self.dtype, RELU, FILTERS](
+            blocks_conv2d[Self.dtype, RELU](
                 g,
                 o,
                 arrays[1].at[DType.int32](copy),

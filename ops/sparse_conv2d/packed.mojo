@@ -17,12 +17,9 @@ from ..geometry import Geometry
 from ..hopper.shared import ROW
 from ..operands import F32, Data, Operands, data
 from ..target import IS_HOPPER
-from .blocks import blocks_conv2d
+from .blocks import FILTERS, blocks_conv2d
 from .tiled import sparse_conv2d_tiled
 from .two_four import two_four_conv2d
-
-comptime FILTERS = 64
-"""Filters of a block, as in graphs/formats.py."""
 
 
 @register("sparse_conv2d_packed")
@@ -85,7 +82,7 @@ struct SparseConv2dPacked:
         elif format == "two_four":
             two_four_conv2d[y.dtype, end](g, o, rebind[Data[DType.uint32]](data(places)), ctx)
         elif format == "blocks":
-            blocks_conv2d[y.dtype, end, FILTERS](
+            blocks_conv2d[y.dtype, end](
                 g,
                 o,
                 rebind[Data[DType.int32]](data(places)),

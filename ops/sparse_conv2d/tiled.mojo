@@ -54,9 +54,8 @@ from ..hopper.ptx import (
     shared_store_low,
     sync_threads,
 )
-from ..hopper.scheduler import Share, Start, TileScheduler
 from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
-from ..hopper.tile import TileConfig, TilePlan, TileStorage, consume_tile
+from ..hopper.tile import TileBlock, TileConfig, TilePlan, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, produce_pixels
 from ..kernel_argument import KernelArgument
@@ -208,40 +207,29 @@ struct Storage[config: TileConfig](TrivialRegisterPassable):
         config: The block's tile.
     """
 
-    var tile: TileStorage[Self.config]
-    """Rings, bias, and what the cluster's blocks send."""
+    var block: TileBlock[Self.config]
+    """The block's tile, rings, bias, and what the cluster's blocks send."""
     var starts: UInt32
     """Address of where the words of the block's tiles begin, and the last one's end, part by part."""
     var steps: StepList
     """The steps of which filters are not all zeros."""
 
     @always_inline
-    def __init__(
-        out self,
-        data: UInt32,
-        schedule: TileScheduler,
-        start: Start,
-        share: Share,
-        plan: Plan[Self.config],
-    ):
+    def __init__(out self, data: UInt32, problem: Problem[1], plan: Plan[Self.config]):
         """Divides shared memory.
 
         Args:
             data: Its address.
-            schedule: The tiles.
-            start: Has the block's rank in its cluster.
-            share: The block's steps of K.
+            problem: Sizes.
             plan: How many stages there are.
         """
-        self.tile = {data, schedule, start, plan.tile}
-        self.starts = self.tile.end
-        var entries = (share.count() + 1) * Int32(parts(Self.config))
-        self.steps = StepList(self.starts + 4 * UInt32(entries), share)
+        self.block = {data, problem, plan.tile}
+        self.starts = self.block.end
+        var entries = (self.block.share.count() + 1) * Int32(parts(Self.config))
+        self.steps = StepList(self.starts + 4 * UInt32(entries), self.block.share)
 
     @always_inline
-    def load_starts(
-        self, t: Int32, words: Words, problem: Problem[1], plan: Plan[Self.config], column: Int32
-    ):
+    def load_starts(self, t: Int32, words: Words, problem: Problem[1], plan: Plan[Self.config]):
         """Copies where the words of the block's tiles begin, by all threads.
 
         Args:
@@ -249,13 +237,12 @@ struct Storage[config: TileConfig](TrivialRegisterPassable):
             words: The filters.
             problem: Sizes.
             plan: How many tiles there are words of.
-            column: The block's tile of filters.
         """
         comptime PARTS = Int32(parts(Self.config))
         var entries = self.steps.share.count() + 1
         for i in range(t, entries * PARTS, Int32(threads(Self.config))):
             var part = i // entries
-            var list = (column * PARTS + part) * problem.steps()
+            var list = (self.block.tile.column * PARTS + part) * problem.steps()
             var at = min(list + self.steps.share.begin + i - part * entries, plan.tiles)
             shared_store(self.starts + 4 * UInt32(i), UInt32(words.starts[unsafe_offset=Int(at)]))
 
@@ -321,20 +308,15 @@ def tiled_kernel[
     comptime CONSUMERS = Int32(WARPGROUP * config.groups)
     launch_dependent_grids()
     var t = Int32(thread_idx.x)
-    var schedule = problem.schedule
-    var start = schedule.start[config.split]()
-    var tile = schedule.tile(start.tile)
-    var share = schedule.share[config.split](start, problem.steps())
-    var storage = Storage[config](shared_memory["sparse_conv2d"](), schedule, start, share, plan)
+    var storage = Storage[config](shared_memory["sparse_conv2d"](), problem, plan)
     if t == 0:
-        var warps = plan.tile.box.warps(problem.pixels[0], tile.row)
-        storage.tile.init(warps, producers=parts(config))
-    storage.load_starts(t, words, problem, plan, tile.column)
+        storage.block.init(problem, plan.tile.box, producers=parts(config))
+    storage.load_starts(t, words, problem, plan)
     # By the last warps: of the first one, which lists the steps, ptxas would make a path with
     # barriers of its own, and synccheck takes those for others.
     var i = t - Int32(threads(config) - config.columns)
     if i >= 0:
-        storage.tile.load_bias(i, tensors, tile, problem.filters)
+        storage.block.load_bias(i, tensors, problem.filters)
     sync_threads(0, UInt32(threads(config)))
     comptime if config.split:
         cluster_arrive()
@@ -344,18 +326,18 @@ def tiled_kernel[
 
     if t < CONSUMERS:
         consume_tile[epilogue, ahead=False](
-            storage.tile, storage.steps, tensors, problem, plan.tile.box, tile, Fragment(t)
+            storage.block, storage.steps, tensors, problem, plan.tile.box, Fragment(t)
         )
     elif t < CONSUMERS + Int32(WARP * EXPANDERS):
         _expand(storage, words, t - CONSUMERS)
     elif t % Int32(WARP) == 0:
         produce_pixels[dtype, split=config.split](
             TileLoader(maps.address()),
-            storage.tile.x,
+            storage.block.x,
             storage.steps,
             problem.conv,
             plan.tile.box,
-            tile.row,
+            storage.block.tile.row,
         )
 
 
@@ -388,7 +370,7 @@ def _expand[config: TileConfig, //](storage: Storage[config], words: Words, t: I
     var part = t // Int32(WARP) % PARTS
     var first = t // Int32(WARP) // PARTS
     var steps = storage.steps.count()
-    var pipeline = storage.tile.w
+    var pipeline = storage.block.w
     for _ in range(first):
         pipeline.advance()
     var held = Quads()

@@ -293,7 +293,7 @@ def two_four_kernel[
     elif t % Int32(WARP) == 0:
         # Two threads drive the copy engine.
         if warp == 0:
-            _produce_windows[dtype, epilogue, config](maps.address(), problem, layout, windows)
+            _produce_windows[epilogue, config](maps.address(), problem, layout, windows)
         else:
             _produce_steps[dtype, config](filters, problem, steps)
 
@@ -339,7 +339,7 @@ def _produce_steps[
 
 @always_inline
 def _produce_windows[
-    dtype: DType, epilogue: Epilogue, config: Config
+    epilogue: Epilogue, config: Config
 ](maps: UInt64, problem: Problem[1], layout: WindowLayout, at_start: Pipeline):
     """Fills the ring of windows, tile after tile, and brings the residual."""
     comptime PART = config.part()
@@ -492,9 +492,8 @@ def _consume[
                 if leads:
                     windows.release()
             else:
-                sync_writes(group + 1)
-                if leads and m < problem.rows_of(0):
-                    store_boxes[dtype, ROWS, rows=PART](y, to, f0, m)
+                var stores = leads and m < problem.rows_of(0)
+                store_boxes[dtype, ROWS, rows=PART](y, to, f0, m, barrier=group + 1, leads=stores)
             windows.advance()
     stores_read()
 

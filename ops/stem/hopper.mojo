@@ -740,10 +740,10 @@ def _consume[
         var z = follower.start[dtype]()
         wgmma_wait_group_sync[0]()
         follower.finish[dtype](z)
-        sync_writes(1)
-        if leads:
-            var last = (strips.end - 1) * Int32(POOLED)
-            store_boxes[dtype, FILTERS, rows=POOLED](TileStore(maps, 1), follower.result(), 0, last)
+        var last = (strips.end - 1) * Int32(POOLED)
+        store_boxes[dtype, FILTERS, rows=POOLED](
+            TileStore(maps, 1), follower.result(), 0, last, barrier=1, leads=leads
+        )
     if leads:
         stores_read()
 

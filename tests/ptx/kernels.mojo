@@ -8,8 +8,7 @@ from ops.attention.hopper import PROJECTED, enqueue_hopper, long, short
 from ops.attention.linear_hopper import enqueue_attention_linear
 from ops.attention.mask import Mask, MaskSizes, MaskTensors
 from ops.attention.plain import enqueue_plain
-from ops.attention_grad.mma import enqueue_grad
-from ops.attention_grad.plain import enqueue_plain_grad
+from ops.attention_grad.gpu import attention_grad_gpu
 from ops.attention_grad.tensors import AttentionGrad
 from ops.concat import VECTORS, ConcatTensors, concat_gpu
 from ops.pool import pool_gpu
@@ -61,7 +60,8 @@ from ops.rows import softmax_grad_kernel, softmax_kernel
 from ops.sparse_conv2d.tiled import enqueue_tiled
 from ops.sparse_conv2d.tuning import CONFIGS as TILED
 from ops.sparse_conv2d.two_four import TILES, two_four_tile
-from ops.sparse_conv2d.blocks import NARROW, WIDE, enqueue_blocks
+from ops.sparse_conv2d.blocks import TILES as BLOCKS
+from ops.sparse_conv2d.blocks import enqueue_blocks
 from ops.squeeze_excite.config import SqueezeSizes, SqueezeTensors
 from ops.squeeze_excite.gpu import enqueue_squeeze_excite
 from ops.stem.config import Stem, StemOperands, Tiling
@@ -260,17 +260,12 @@ def blocks(
     n: Int,
     ctx: DeviceContext,
 ) raises:
-    comptime for i in range(3):
-        comptime narrow = NARROW[i]
-        comptime wide = WIDE[i]
-        enqueue_blocks[BF16, Epilogue("none"), narrow](g, o, lists, n, n, 1, ctx)
-        enqueue_blocks[BF16, Epilogue("none"), wide](g, o, lists, n, n, 1, ctx)
-        enqueue_blocks[BF16, Epilogue("add_relu"), narrow](g, o, lists, n, n, 1, ctx)
-        enqueue_blocks[BF16, Epilogue("add_relu"), wide](g, o, lists, n, n, 1, ctx)
-        enqueue_blocks[F16, Epilogue("gelu"), narrow](g, o16, lists, n, n, 1, ctx)
-        enqueue_blocks[F16, Epilogue("gelu"), wide](g, o16, lists, n, n, 1, ctx)
-        enqueue_blocks[F32, Epilogue("add"), narrow](g, o32, lists, n, n, 1, ctx)
-        enqueue_blocks[F32, Epilogue("add"), wide](g, o32, lists, n, n, 1, ctx)
+    comptime for i in range(len(BLOCKS)):
+        comptime config = BLOCKS[i]
+        enqueue_blocks[BF16, Epilogue("none"), config](g, o, lists, n, n, 1, ctx)
+        enqueue_blocks[BF16, Epilogue("add_relu"), config](g, o, lists, n, n, 1, ctx)
+        enqueue_blocks[F16, Epilogue("gelu"), config](g, o16, lists, n, n, 1, ctx)
+        enqueue_blocks[F32, Epilogue("add"), config](g, o32, lists, n, n, 1, ctx)
 
 
 def tiled[
@@ -583,44 +578,44 @@ def main() raises:
     var attention2 = Attention[F16](
         half2, half2, half2, half2, n=n, t=n, s=n, c=n, heads=n, scale=1
     )
-    var mask = MaskTensors[BF16](half, bytes, full)
-    var mask2 = MaskTensors[F16](half2)
     var places = MaskSizes(image=n, images=n, head=n, row=n, diagonal=n)
+    var mask = MaskTensors[BF16](half, bytes, full, places)
+    var mask2 = MaskTensors[F16](half2, sizes=places)
     comptime no = Mask()
     comptime all = Mask(bias=True, causal=True)
     # What a graph knows of the keys is a compile-time value.
-    attention_gpu[BF16, 36, no, 67](attention, mask, places, ctx)
-    attention_gpu[BF16, 64, no, 50](attention, mask, places, ctx)
-    attention_gpu[BF16, 64, no, 197](attention, mask, places, ctx)
-    enqueue_flash[BF16, 64, 2, 1, no](attention, mask, places, ctx)
-    enqueue_flash[BF16, 64, 1, 4, no](attention, mask, places, ctx)
-    enqueue_flash[BF16, 32, 2, 1, no](attention, mask, places, ctx)
-    enqueue_flash[BF16, 96, 1, 1, no](attention, mask, places, ctx)
-    enqueue_flash[BF16, 36, 2, 1, no](attention, mask, places, ctx)
-    enqueue_flash[BF16, 80, 1, 1, no](attention, mask, places, ctx)
-    enqueue_flash[BF16, 32, 2, 1, Mask(bias=True)](attention, mask, places, ctx)
-    enqueue_flash[BF16, 64, 1, 4, all](attention, mask, places, ctx)
-    enqueue_flash[BF16, 24, 2, 1, all](attention, mask, places, ctx)
+    attention_gpu[BF16, 36, no, 67](attention, mask, ctx)
+    attention_gpu[BF16, 64, no, 50](attention, mask, ctx)
+    attention_gpu[BF16, 64, no, 197](attention, mask, ctx)
+    enqueue_flash[BF16, 64, 2, 1, no](attention, mask, ctx)
+    enqueue_flash[BF16, 64, 1, 4, no](attention, mask, ctx)
+    enqueue_flash[BF16, 32, 2, 1, no](attention, mask, ctx)
+    enqueue_flash[BF16, 96, 1, 1, no](attention, mask, ctx)
+    enqueue_flash[BF16, 36, 2, 1, no](attention, mask, ctx)
+    enqueue_flash[BF16, 80, 1, 1, no](attention, mask, ctx)
+    enqueue_flash[BF16, 32, 2, 1, Mask(bias=True)](attention, mask, ctx)
+    enqueue_flash[BF16, 64, 1, 4, all](attention, mask, ctx)
+    enqueue_flash[BF16, 24, 2, 1, all](attention, mask, ctx)
     comptime for depth in [32, 64, 96, 128]:
-        enqueue_hopper[BF16, short(depth), no](attention, mask, places, ctx)
-        enqueue_hopper[BF16, long(depth), no](attention, mask, places, ctx)
-        enqueue_hopper[F16, long(depth), no](attention2, mask2, places, ctx)
+        enqueue_hopper[BF16, short(depth), no](attention, mask, ctx)
+        enqueue_hopper[BF16, long(depth), no](attention, mask, ctx)
+        enqueue_hopper[F16, long(depth), no](attention2, mask2, ctx)
     comptime for depth in [32, 64, 96, 128]:
         comptime every = Mask(bias=True, keys=True, causal=True)
-        enqueue_hopper[BF16, long(depth), every](attention, mask, places, ctx)
+        enqueue_hopper[BF16, long(depth), every](attention, mask, ctx)
     comptime for one in [Mask(bias=True), Mask(keys=True), Mask(causal=True)]:
-        enqueue_hopper[BF16, short(64), one](attention, mask, places, ctx)
-        enqueue_hopper[BF16, long(64), one](attention, mask, places, ctx)
-    enqueue_hopper[F16, long(64), Mask(bias=True)](attention2, mask2, places, ctx)
+        enqueue_hopper[BF16, short(64), one](attention, mask, ctx)
+        enqueue_hopper[BF16, long(64), one](attention, mask, ctx)
+    enqueue_hopper[F16, long(64), Mask(bias=True)](attention2, mask2, ctx)
     var layer = Operands[F16](half2, half2, full, half2, half2)
     var moments = Norm(full, n)
     enqueue_attention_linear[heads=6](attention, o, moments, ctx)
     enqueue_attention_linear[heads=3](attention2, layer, moments, ctx)
     enqueue_hopper[BF16, PROJECTED, no](
-        attention, mask, places, ctx, linear=o, moments=moments
+        attention, mask, ctx, linear=o, moments=moments
     )
     enqueue_hopper[F16, PROJECTED, no](
-        attention2, mask2, places, ctx, linear=layer, moments=moments
+        attention2, mask2, ctx, linear=layer, moments=moments
     )
     comptime for i in range(2):
         comptime out = [DType.uint8, DType.float8_e4m3fn][i]
@@ -628,29 +623,29 @@ def main() raises:
         var o = Attention[BF16, out](
             half, half, half, y, n=n, t=n, s=n, c=n, heads=n, scale=1, result=Affine(1, 0)
         )
-        enqueue_flash[BF16, 64, 2, 1, no](o, mask, places, ctx)
-        enqueue_flash[BF16, 64, 1, 4, all](o, mask, places, ctx)
-        enqueue_flash[BF16, 36, 2, 1, no](o, mask, places, ctx)
-        enqueue_flash[BF16, 80, 1, 1, no](o, mask, places, ctx)
+        enqueue_flash[BF16, 64, 2, 1, no](o, mask, ctx)
+        enqueue_flash[BF16, 64, 1, 4, all](o, mask, ctx)
+        enqueue_flash[BF16, 36, 2, 1, no](o, mask, ctx)
+        enqueue_flash[BF16, 80, 1, 1, no](o, mask, ctx)
         comptime for depth in [32, 64, 96]:
-            enqueue_hopper[BF16, long(depth), no](o, mask, places, ctx)
-        enqueue_hopper[BF16, short(64), Mask(bias=True)](o, mask, places, ctx)
-    enqueue_plain[BF16, 24, no](attention, mask, places, ctx)
-    enqueue_plain[BF16, 24, all](attention, mask, places, ctx)
+            enqueue_hopper[BF16, long(depth), no](o, mask, ctx)
+        enqueue_hopper[BF16, short(64), Mask(bias=True)](o, mask, ctx)
+    enqueue_plain[BF16, 24, no](attention, mask, ctx)
+    enqueue_plain[BF16, 24, all](attention, mask, ctx)
     comptime kept = Mask(bias=True, logsumexp=True)
-    enqueue_flash[BF16, 64, 2, 1, kept](attention, mask, places, ctx)
-    enqueue_flash[BF16, 64, 1, 4, kept](attention, mask, places, ctx)
-    enqueue_hopper[BF16, long(64), kept](attention, mask, places, ctx)
-    enqueue_plain[BF16, 24, kept](attention, mask, places, ctx)
+    enqueue_flash[BF16, 64, 2, 1, kept](attention, mask, ctx)
+    enqueue_flash[BF16, 64, 1, 4, kept](attention, mask, ctx)
+    enqueue_hopper[BF16, long(64), kept](attention, mask, ctx)
+    enqueue_plain[BF16, 24, kept](attention, mask, ctx)
     var grad = AttentionGrad[BF16](attention, half, full, half, half, half, full)
     var grad2 = AttentionGrad[F16](attention2, half2, full, half2, half2, half2, full)
-    enqueue_grad[BF16, 64, no](grad, mask, places, ctx)
-    enqueue_grad[BF16, 36, all](grad, mask, places, ctx)
-    enqueue_grad[F16, 96, no](grad2, mask2, places, ctx)
+    attention_grad_gpu[BF16, 64, no](grad, mask, ctx)
+    attention_grad_gpu[BF16, 36, all](grad, mask, ctx)
+    attention_grad_gpu[F16, 96, no](grad2, mask2, ctx)
     var attention3 = Attention[F32](full, full, full, full, n=n, t=n, s=n, c=n, heads=n, scale=1)
     var grad3 = AttentionGrad[F32](attention3, full, full, full, full, full, full)
-    var mask3 = MaskTensors[F32](full, full)
-    enqueue_plain_grad[F32, 20, all](grad3, mask3, places, ctx)
+    var mask3 = MaskTensors[F32](full, full, sizes=places)
+    attention_grad_gpu[F32, 20, all](grad3, mask3, ctx)
 
     var x = IndexList[4](n, n, n, 3)
     comptime pooling = Stem(3, 7, 7, 2, Stem.MAXPOOL)

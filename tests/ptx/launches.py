@@ -706,14 +706,15 @@ def weight_grad(
         chunks = -(-g.c // 64)
         conv = [q, p * q, g.s, g.r * g.s, chunks, *g.stride, *g.pad, *g.dilation, int(g.plain)]
         rows, columns = -(-g.f // (64 * tile.filters)), -(-chunks * g.r * g.s // tile.boxes)
-        sizes = [*conv, g.c, g.f, -(-g.pixels // 64), parts, rows, columns]
+        tiles = rows * columns * parts
+        sizes = [*conv, g.c, g.f, -(-g.pixels // 64), parts, rows, 0, columns, tiles, 1]
         maps = [Tiled(dy.reshape(-1, g.f), (64, 64)), pixels_of(x, g, 64, 64)]
         stage = (tile.filters + tile.boxes) * 64 * 128
         launch = Launch(
             first,
-            [bytes(256), tensors, pack("18i", *sizes)],
+            [bytes(256), tensors, pack("21i", *sizes)],
             memory,
-            grid=(rows * columns * parts,),
+            grid=(tiles,),
             threads=128 * tile.filters * tile.shares + 32,
             shared_bytes=tile.stages * (stage + 16) + 1024,
             maps=maps,
@@ -834,31 +835,27 @@ def two_four(
 
 @dataclass(frozen=True)
 class Blocks:
-    """A Config of ops/sparse_conv2d/blocks.mojo: one of NARROW and WIDE."""
+    """A Config of ops/sparse_conv2d/blocks.mojo, of tiles of 64 filters."""
 
-    columns: int
     pixels: int
     stages: int
     kind: str = ""
 
     @property
     def label(self) -> str:
-        return f"{self.pixels}x{self.columns}x{self.stages}{self.kind}"
+        return f"{self.pixels}x64x{self.stages}{self.kind}"
 
     def parts(self, size: int) -> int:
         parts = 1
-        while self.pixels // parts * self.columns * size > (self.pixels + self.columns) * 128:
+        while self.pixels // parts * 64 * size > (self.pixels + 64) * 128:
             parts *= 2
         return parts
 
 
 BLOCKS = (
-    Blocks(64, 128, 8, "overlap"),
-    Blocks(64, 192, 3),
-    Blocks(64, 64, 6, "split"),
-    Blocks(128, 128, 6, "overlap"),
-    Blocks(128, 192, 5, "overlap"),
-    Blocks(128, 64, 4, "split"),
+    Blocks(128, 8, "overlap"),
+    Blocks(192, 3),
+    Blocks(64, 6, "split"),
 )
 
 
@@ -881,14 +878,14 @@ def blocks(
     memory, g = Tensors(), p.g
     size = np.dtype(DTYPES[dtype]).itemsize
     width, part = 128 // size, tile.pixels // tile.parts(size)
-    packed, lists = block_steps(p.w.transpose(1, 2, 3, 0), tile.columns, width)
+    packed, lists = block_steps(p.w.transpose(1, 2, 3, 0), 64, width)
 
     y_at, y = held(memory, unwritten((g.pixels, g.f), dtype))
     residual_at, residual = held(memory, p.residual)
     x, w = held(memory, p.x)[1], held(memory, packed.reshape(-1, width))[1]
     maps = [
         pixels_of(x, g, tile.pixels, width),
-        Tiled(w, (tile.columns, width)),
+        Tiled(w, (64, width)),
         Tiled(y, (part, width)),
         Tiled(residual, (part, width)) if adds else None,
     ]
@@ -909,8 +906,8 @@ def blocks(
         ],
         memory,
         grid=(tall * wide_ * splits if tile.kind == "split" else min(tall * wide_, processors),),
-        threads=2 * tile.columns + 32,
-        shared_bytes=tile.stages * (tile.pixels + tile.columns) * 128 + 16 * tile.stages + 1024,
+        threads=128 + 32,
+        shared_bytes=tile.stages * (tile.pixels + 64) * 128 + 16 * tile.stages + 1024,
         cluster=splits,
         maps=maps,
     )
@@ -931,7 +928,7 @@ class OneTile:
         return f"{64 * self.groups}x{self.columns}" + "split" * self.split
 
     def shared_bytes(self, box: Sequence[int], filters: int, pixels: int) -> int:
-        """Counts what a TileStorage divides, of so many stages, and what aligning it may take."""
+        """Counts what a TileBlock divides, of so many stages, and what aligning it may take."""
         rings = filters * (self.columns * 128 + 16) + pixels * (box[0] + 16)
         inbox = self.split * 64 * self.groups * self.columns * 4 + 8
         return rings + inbox + 4 * self.columns + 1024
@@ -1459,7 +1456,7 @@ def attention(
     if rows:
         head, block = divmod(total, blocks)
         parameters.append(pack("4i", head // g.heads, head % g.heads, block, 0))
-    parameters += _masks(memory, masks or Masks())
+    parameters.append(_masks(memory, masks or Masks()))
     launch = Launch(
         kernel,
         parameters,
@@ -1544,7 +1541,7 @@ def hopper_attention(
             bytes(128 * len(maps)),
             result,
             pack("6if", *sizes, scale * np.log2(np.e)) + schedule,
-            *_masks(memory, masks or Masks()),
+            _masks(memory, masks or Masks()),
         ],
         memory,
         grid=(min(items, processors),),
@@ -1617,8 +1614,8 @@ def attention_linear(
     return y, norm.moments
 
 
-def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
-    """Packs MaskTensors and MaskSizes; rows of bias are as long as is even."""
+def _masks(memory: Tensors, masks: Masks) -> bytes:
+    """Packs MaskTensors; rows of bias are as long as is even."""
     bias, keys, image, images, head, row = 0, 0, 0, 1, 0, 0
     if masks.bias is not None:
         images, heads, t, s = masks.bias.shape
@@ -1636,7 +1633,7 @@ def _masks(memory: Tensors, masks: Masks) -> tuple[bytes, bytes]:
         kept = memory.add(masks.logsumexp)
         masks.views.append(memory.array(kept, masks.logsumexp))
     sizes = pack("2iq2i", image, images, head, row, masks.diagonal or 0)
-    return pack("3Q", bias, keys, kept), sizes
+    return pack("3Q", bias, keys, kept) + sizes
 
 
 def attention_grad(
@@ -1667,12 +1664,12 @@ def attention_grad(
     if plain:
         rows = 32
         shared = 4 * (128 * (-(-g.depth // 4) * 4 + 4) + 2048)
-    parts = _masks(memory, masks)
+    packed = _masks(memory, masks)
     for side, count in (("queries", g.t), ("keys", g.s)):
         blocks = -(-count // rows)
         launch = Launch(
             find(f"attention_grad_{'plain_' * plain}{side}_{masks.label}{g.depth}_{dtype}"),
-            [forward + pack("6Q", *at[4:]), pack("i", blocks), *parts],
+            [forward + pack("6Q", *at[4:]), pack("i", blocks), packed],
             memory,
             grid=(blocks * g.n * g.heads,),
             threads=128,

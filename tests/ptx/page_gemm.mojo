@@ -18,7 +18,7 @@ from ops.hopper.pipeline import Pipeline
 from ops.hopper.ptx import stores_read
 from ops.hopper.scheduler import TileScheduler
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
-from ops.hopper.store import Storing, load_residual, store_boxes, sync_writes
+from ops.hopper.store import Storing, load_residual, store_boxes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ops.launch import launch
 from ops.operands import F32, Data
@@ -114,10 +114,10 @@ def consume[
         finish_rows[out, epilogue, TILE, pitch=HALF](
             pipeline.stage(), at, sums, 1, tensors, tile.column * TILE, columns
         )
-        sync_writes(1)
         storing.begin(pipeline)
-        if at.leads():
-            store_boxes[out, TILE](y, pipeline.stage(), tile.column * TILE, tile.row * TILE)
+        store_boxes[out, TILE](
+            y, pipeline.stage(), tile.column * TILE, tile.row * TILE, barrier=1, leads=at.leads()
+        )
         pipeline.advance()
     stores_read()
 

@@ -58,7 +58,7 @@ from ops.hopper.ptx import (
 )
 from ops.hopper.scheduler import Share, TileScheduler, Work
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
-from ops.hopper.store import BoxRing, Storing, StoringStage, store_boxes, sync_writes
+from ops.hopper.store import BoxRing, Storing, StoringStage, store_boxes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore
 from ops.hopper.window import StepCounter, StepList, Steps, StepWriter, produce_pixels
 from ops.operands import BF16, F32, Data
@@ -153,10 +153,10 @@ def columns_kernel[dtype: DType](maps: TensorMaps[4], tensors: EpilogueTensors[d
     )
     var to = stage.stage() + 2 * BOX
     finish_columns[dtype, Epilogue("add_relu"), 64, 0](to, at, sums, 2, bias)
-    sync_writes(1)
-    if at.leads():
-        store_boxes[dtype, 64](TileStore(maps.address(), 3), to, 0, 0)
-        stores_read()
+    store_boxes[dtype, 64](
+        TileStore(maps.address(), 3), to, 0, 0, barrier=1, leads=at.leads()
+    )
+    stores_read()
 
 
 @__name(t"parts_cluster_{turned}")
@@ -808,9 +808,9 @@ def box_ring_kernel(maps: TensorMaps[1], boxes: Int32, tiles: Int32):
             shared_store_float(
                 box + UInt32(row * ROW + first + Int32(4 * i)), Float32(tile * 64 + row)
             )
-        sync_writes(group + 1)
-        if at.leads():
-            store_boxes[F32, 32](TileStore(maps.address(), 0), box, 0, tile * 64)
+        store_boxes[F32, 32](
+            TileStore(maps.address(), 0), box, 0, tile * 64, barrier=group + 1, leads=at.leads()
+        )
     stores_read()
 
 

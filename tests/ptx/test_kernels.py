@@ -1540,7 +1540,7 @@ ENDS = [("none", BF16), ("add_relu", BF16), ("gelu", "float16"), ("add", "float3
 """Epilogues and dtypes."""
 
 
-@pytest.mark.parametrize(("tile", "end", "zeros"), of_all(6, BLOCKS, ENDS, ZEROS), ids=str)
+@pytest.mark.parametrize(("tile", "end", "zeros"), of_all(3, BLOCKS, ENDS, ZEROS), ids=str)
 def test_blocks_of_zeros_are_left_out(
     find: Find,
     rng: np.random.Generator,
@@ -1552,9 +1552,9 @@ def test_blocks_of_zeros_are_left_out(
     (epilogue, dtype), (g, density, alpha) = end, zeros
     p = product(rng, g, dtype)
     width = 32 if dtype == "float32" else 64
-    grid = rng.random((-(-g.f // tile.columns), g.r, g.s, -(-g.c // width))) < density
+    grid = rng.random((-(-g.f // 64), g.r, g.s, -(-g.c // width))) < density
     grid[-1] &= density == 1
-    keeps = grid.repeat(tile.columns, 0).repeat(width, 3)[: g.f, ..., : g.c]
+    keeps = grid.repeat(64, 0).repeat(width, 3)[: g.f, ..., : g.c]
     p.w = np.where(keeps, p.w, np.zeros(1, p.w.dtype))
     y = blocks(
         find(f"sparse_conv2d_blocks_{tile.label}_{epilogue}_{dtype}"),
