@@ -49,7 +49,13 @@ class Tiled:
         return out.reshape(-1, self.box[-1]).view(np.uint8)
 
     def write(self, at: Sequence[int], rows: Array) -> None:
-        """Writes the part of the box that is in the tensor."""
+        """Writes the part of the box that is in the tensor.
+
+        Raises:
+            ValueError: If the box begins before the tensor: an H200 stops the kernel there.
+        """
+        if min(at) < 0:
+            raise ValueError(f"a store of the copy engine at a negative coordinate: {tuple(at)}")
         ours, theirs = self._parts(at)
         self.tensor[theirs] = rows.view(self.tensor.dtype).reshape(self.box)[ours]
 
