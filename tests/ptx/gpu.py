@@ -34,7 +34,7 @@ GRANULE = 2 << 20
 """Bytes that memory is mapped in."""
 PINNED, DEVICE, READ_WRITE = 1, 1, 3
 """CU_MEM_ALLOCATION_TYPE_PINNED, _LOCATION_TYPE_DEVICE and _ACCESS_FLAGS_PROT_READWRITE."""
-SHARED_BYTES = 8
+MOST_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 CLUSTER = 4
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
@@ -288,7 +288,7 @@ class _Driver:
         clusters = int(job.cluster > 1)
         config = _Config(job.grid, block, job.shared_bytes, None, attributes, clusters)
         function = self.function(job)
-        self("cuFuncSetAttribute", function, SHARED_BYTES, job.shared_bytes)
+        self("cuFuncSetAttribute", function, MOST_SHARED, job.shared_bytes)
         self("cuLaunchKernelEx", ctypes.byref(config), function, pointers, None)
 
     def function(self, job: Job) -> ctypes.c_void_p:

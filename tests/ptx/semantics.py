@@ -246,7 +246,7 @@ def float8_products(x: Array, y: Array, sums: Array | float = 0, depth: int = 32
         exponents = np.concatenate([exponents, np.frexp(total)[1][..., None] - 1], 2)
         largest = np.where(terms != 0, exponents, -(1 << 8)).max(2)
         unit = 2.0 ** (largest - 13)
-        fraction, power = np.frexp((np.trunc(terms / unit[..., None])).sum(2) * unit)
+        fraction, power = np.frexp(np.trunc(terms / unit[..., None]).sum(2) * unit)
         total = np.ldexp(np.trunc(fraction * 2**14), power - 14)
     return total
 

@@ -263,6 +263,12 @@ def test_a_map_that_the_driver_refuses_is_reported(columns: int, box: tuple[int,
         Tiled(np.zeros((400, columns), np.uint16), box)
 
 
+def test_a_store_before_the_tensor_is_reported() -> None:
+    box = Tiled(np.zeros((8, 64), np.uint16), (4, 64))
+    with pytest.raises(ValueError, match="negative coordinate"):
+        box.write((0, -1), np.zeros((4, 128), np.uint8))
+
+
 def test_sums_of_8_bit_floats_lose_less_than_their_rounding() -> None:
     """Of the longest sum of a ResNet: the float32 sums of every 128 products would gain nothing."""
     rng, e4m3 = np.random.default_rng(0), "float8_e4m3fn"
