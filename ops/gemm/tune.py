@@ -3,7 +3,8 @@
 Times every tile (tune.mojo) on every product of products.txt at several batch sizes, takes the
 fastest, drops the rows that their neighbours imply, and writes the rest as the table that the
 kernels look their tile up in. Says how well the table predicts products that it does not hold.
-There is a table for 16 bits and, ``--dtype int8``, one for 8.
+There is a table for 16 bits; ``--table int8`` makes the one for 8 bits, ``--table shortcuts`` the
+one for sums of two products in 16 bits.
 """
 
 from __future__ import annotations
@@ -56,24 +57,32 @@ class Kind(NamedTuple):
     end: str
     function: str
     step: int
-    batches: tuple[tuple[int, ...], tuple[int, ...]]
+    batches: tuple[tuple[int, ...], ...]
+    """For each part of products.txt."""
 
 
 KINDS = {
     "bfloat16": Kind(
-        "# rows: ops/gemm/tune.py", "# end of rows", "program", 64, (BATCHES, FEWER)
+        "# rows: ops/gemm/tune.py", "# end of rows", "program", 64, (BATCHES, FEWER, ())
     ),
     "int8": Kind(
         "# rows of bytes: ops/gemm/tune.py", "# end of bytes", "program_of_bytes", 128,
-        (OF_BYTES, FEWER),
+        (OF_BYTES, FEWER, ()),
+    ),
+    "shortcuts": Kind(
+        "# rows of shortcuts: ops/gemm/tune.py", "# end of shortcuts", "program_of_shortcuts", 64,
+        ((), (), BATCHES),
     ),
 }  # fmt: skip
 """The tables, by what is timed for them."""
-HALF, BYTES = KINDS.values()
+HALF, BYTES, SHORTCUTS = KINDS.values()
 
 
 class Layer(NamedTuple):
-    """A square convolution, or a matrix product as one of 1 x 1 px."""
+    """A square convolution, or a matrix product as one of 1 x 1 px.
+
+    What is added may be a convolution of 1 x 1 px: of ``beside`` channels, ``apart`` px apart.
+    """
 
     images: int
     side: int
@@ -82,6 +91,8 @@ class Layer(NamedTuple):
     kernel: int = 1
     stride: int = 1
     epilogue: str = "relu"
+    beside: int = 0
+    apart: int = 1
 
 
 class Product(NamedTuple):
@@ -109,18 +120,28 @@ def layers(kind: Kind = HALF) -> list[Layer]:
     _, *parts = PRODUCTS.read_text().split("# ")
     for part, batches in zip(parts, kind.batches, strict=True):
         for line in part.splitlines()[1:]:
-            *sizes, epilogue = line.split()
-            images, side, channels, filters, kernel, stride = map(int, sizes)
-            layer = Layer(images, side, channels, filters, kernel, stride, epilogue)
-            if kind is HALF or channels % 16 == filters % 16 == 0:
-                found += [layer._replace(images=batch * images) for batch in batches]
+            layer = layer_of(line.split())
+            if kind is not BYTES or layer.channels % 16 == layer.filters % 16 == 0:
+                found += [layer._replace(images=batch * layer.images) for batch in batches]
     return list(dict.fromkeys(found))
+
+
+def layer_of(words: Sequence[str]) -> Layer:
+    """Reads the words of a line: six numbers, the epilogue, and two of a second source if any.
+
+    Raises:
+        TypeError: If there are more.
+        ValueError: If a number is none, or there are fewer.
+    """
+    images, side, channels, filters, kernel, stride = map(int, words[:6])
+    more = map(int, words[7:])
+    return Layer(images, side, channels, filters, kernel, stride, words[6], *more)
 
 
 def product(layer: Layer, kind: Kind = HALF) -> Product:
     """Finds the sizes of a layer's matrix product."""
     out = (layer.side + 2 * (layer.kernel // 2) - layer.kernel) // layer.stride + 1
-    steps = layer.kernel**2 * -(-layer.channels // kind.step)
+    steps = layer.kernel**2 * -(-layer.channels // kind.step) + -(-layer.beside // kind.step)
     return Product(layer.images * out**2, layer.filters, steps, COSTS[layer.epilogue])
 
 
@@ -138,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="compare with the table that is there, write nothing"
     )
     parser.add_argument(
-        "--dtype", choices=KINDS, default="bfloat16", help="what is multiplied (default: bfloat16)"
+        "--table", choices=KINDS, default="bfloat16", help="what is multiplied (default: bfloat16)"
     )
     parser.add_argument(
         "--program", type=Path, metavar="FILE", help="only build what measures, for sm_90a"
@@ -152,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, or reads a sweep, and writes or checks the table."""
-    kind = KINDS[options.dtype]
+    kind = KINDS[options.table]
     lines = [" ".join(map(str, layer)) for layer in layers(kind)]
     if options.program:
         measure.build(MODULE, options.program, "sm_90a", kind.function)
@@ -160,7 +181,7 @@ def run(options: argparse.Namespace) -> int:
         listed.write_text("".join(f"{line}\n" for line in lines))
         print(
             f"on a Hopper GPU run {options.program.name} {listed.name} > sweep.txt;"
-            f" then pass sweep.txt to --from here, with --dtype {options.dtype}"
+            f" then pass sweep.txt to --from here, with --table {options.table}"
         )
         return 0
     if options.sweep:
@@ -214,13 +235,12 @@ def read(text: str, kind: Kind = HALF) -> Times:
         if not words or words[0] != "row":
             continue
         try:
-            n, side, c, f, kernel, stride = (int(word) for word in words[1:7])
-            layer = Layer(n, side, c, f, kernel, stride, words[7])
-            tile = Tile(int(words[8]), int(words[9]))
-            took, error = float(words[10]), float(words[11])
-        except (ValueError, IndexError):
+            layer = layer_of(words[1:-4])
+            tile = Tile(int(words[-4]), int(words[-3]))
+            took, error = float(words[-2]), float(words[-1])
+        except (ValueError, TypeError, IndexError):
             raise ArgumentError(
-                f"a row of a sweep must have twelve words but this is {line!r}"
+                f"a row of a sweep must have fourteen words but this is {line!r}"
             ) from None
         if not error < 0.004:  # half an ulp of bfloat16
             raise ArgumentError(
@@ -321,7 +341,7 @@ def with_rows(
     rows = []
     for p, tile in table.items():
         values = f'{p.pixels}, {p.filters}, {p.steps}, "{p.epilogue}", {tile.config}, {tile.splits}'
-        if tile.config >= FIRST_PINGPONG:
+        if kind is BYTES and tile.config >= FIRST_PINGPONG:
             values += f", {cooperative(times[p])}"
         rows.append(f"    Row({values}),  # {times[p][tile]:.2f}")
     head, rest = text.split(kind.begin)
@@ -330,7 +350,7 @@ def with_rows(
 
 
 def cooperative(found: dict[Tile, float]) -> int:
-    """Chooses the fastest tile of hopper.mojo that no cluster shares, for two sources."""
+    """Chooses the fastest tile of hopper.mojo that no cluster shares: for what takes no other."""
     own = {tile.config: us for tile, us in found.items() if tile.config in COOPERATIVE}
     return min(own, key=own.__getitem__)
 

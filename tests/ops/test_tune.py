@@ -54,6 +54,20 @@ def test_a_sweep_becomes_the_table(
     assert text.split(tune.HALF.end)[1] == before.split(tune.HALF.end)[1]
 
 
+def test_sums_of_two_products_have_a_table_of_their_own(table: Path, tmp_path: Path) -> None:
+    measured = tmp_path / "sweep.txt"
+    listed = tune.layers(tune.SHORTCUTS)
+    assert listed and all(layer.beside for layer in listed)
+    assert not any(layer.beside for layer in tune.layers())
+    lines = [f"row {' '.join(map(str, layer))} 3 1 2.5 0.001" for layer in listed]
+    measured.write_text("\n".join(["# Some GPU", *lines]))
+    assert tune.main(["--from", str(measured), "--table", "shortcuts"]) == 0
+    after, before = table.read_text(), ORIGINAL.read_text()
+    assert tune.rows_of(after) == tune.rows_of(before)
+    (row,) = filter(str.strip, tune.rows_of(after, tune.SHORTCUTS))
+    assert row.strip() == 'Row(802816, 256, 2, "none", 3, 1),  # 2.50'
+
+
 def test_every_product_runs_close_to_its_best() -> None:
     times = tune.read(sweep())
     chosen = tune.condense(times)
@@ -77,12 +91,14 @@ def test_a_row_is_passed_over_whose_tile_does_not_take_the_product(
     assert tune.look_up(table, wanted).config == config
 
 
-def test_a_row_of_a_pingpong_tile_names_the_fastest_tile_for_two_sources() -> None:
-    layer = "6272 1 192 768 1 1 relu"
+def test_a_row_of_a_pingpong_tile_in_8_bits_names_another_too() -> None:
+    layer = "6272 1 384 768 1 1 relu"
     tiles = {0: 9, 2: 7, 5: 1.1, tune.FIRST_PINGPONG: 1, 10: 1.2}
-    times = tune.read("\n".join(f"row {layer} {c} 1 {us} 0" for c, us in tiles.items()))
-    text = tune.with_rows(ORIGINAL.read_text(), times, tune.condense(times), "now")
-    assert tune.rows_of(text)[0].strip() == 'Row(6272, 768, 3, "none", 12, 1, 2),  # 1.00'
+    rows = "\n".join(f"row {layer} {c} 1 {us} 0" for c, us in tiles.items())
+    times = tune.read(rows, tune.BYTES)
+    text = tune.with_rows(ORIGINAL.read_text(), times, tune.condense(times), "now", tune.BYTES)
+    row = 'Row(6272, 768, 3, "none", 12, 1, 2),  # 1.00'
+    assert tune.rows_of(text, tune.BYTES)[0].strip() == row
 
 
 def test_tiles_are_counted_as_in_the_table() -> None:
@@ -120,7 +136,7 @@ def test_a_table_that_predicts_badly_is_not_written(table: Path, tmp_path: Path)
         (sweep().partition("\n")[2], "the sweep does not begin with a line .*; say .* with --on"),
         ("# x\nrow 1 56 64 64 1 1 relu 0 1 3.84 0.5", "an error below 0.004 but this is 'row"),
         ("# x\nrow 1 56 64 64 1 1 relu 0 1 3.84 nan", "an error below 0.004 but this is 'row"),
-        ("# x\nrow 1 56", "must have twelve words but this is 'row 1 56'"),
+        ("# x\nrow 1 56", "must have fourteen words but this is 'row 1 56'"),
     ],
 )
 def test_mistakes_get_one_sentence(
