@@ -143,10 +143,12 @@ class Execution:
         """See ``Run``; ``result`` does it."""
 
     def result(self) -> list[np.ndarray]:
-        """See ``Run``."""
+        """See ``Run``; frees the buffers, which must not happen while another thread records."""
         wholes = zip(*self._outputs, strict=True)
         arrays = ([float32(part.to(CPU())) for part in parts] for parts in wholes)
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in arrays]
+        found = [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in arrays]
+        self._inputs, self._outputs = [], []
+        return found
 
 
 class Capture:

@@ -6,10 +6,11 @@ import itertools
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -261,6 +262,26 @@ def test_a_cpu_reads_pixels_in_place_and_gives_what_the_graph_gives() -> None:
     run = Replays(Doubling(), CPU())  # type: ignore[arg-type]
     for _ in range(3):
         assert np.array_equal(run(batch(3)[:, ::-1])[0], batch(3) * 2)
+
+
+def test_a_plain_run_gives_its_memory_back_with_the_result() -> None:
+    class Output:
+        def to(self, _: object) -> Buffer:
+            return Buffer.from_numpy(np.ones((2, 3), np.float32))
+
+    class Executable:
+        def execute(self, *_: Buffer) -> list[Any]:
+            made = Output()
+            alive.append(weakref.ref(made))
+            return [made]
+
+    alive: list[weakref.ref[Output]] = []
+    run = replay.Execution(cast(Any, Executable()), CPU())
+    run.upload(np.zeros((2, 3), np.float32))
+    run.run()
+    assert alive[0]() is not None
+    assert run.result()[0].tolist() == np.ones((2, 3)).tolist()
+    assert alive[0]() is None
 
 
 def test_a_replay_has_buffers_of_its_own() -> None:
