@@ -88,6 +88,10 @@ def main() raises:
         var layer = Layer()
         layer.channels, layer.filters, layer.taps = Int(words[2]), Int(words[3]), kernel * kernel
         layer.pixels = Int(words[0]) * ((side + 2 * (kernel // 2) - kernel) // stride + 1) ** 2
+        if len(words) > 7:
+            layer.beside = Int(words[7])
+            _ = check(Family(layer, 2, Epilogue("relu"), sources=2))
+            continue
         var added = String(words[6]).startswith("add")
         var gelu = String(words[6]).endswith("gelu")
         var epilogue = Epilogue("add") if added else Epilogue("gelu") if gelu else Epilogue("relu")
