@@ -50,7 +50,6 @@ from .operands import (
     nearest_above,
     packed,
     steps,
-    stored,
     widened_load,
 )
 
@@ -520,7 +519,7 @@ struct Output[dtype: DType, wide: DType, //, epilogue: Epilogue, added: DType = 
         comptime if not Self.dtype.is_integral():
             y = narrowed[Self.dtype](value)
         elif is_gpu():
-            y = stored[Self.dtype](value.cast[F32]() * (1 / self.y_is.scale), self.y_is.zero)
+            y = self.y_is.rounded[Self.dtype](value.cast[F32]())
         else:
             var v, factor = self._scaled(value)
             y = nearest[Self.dtype](v, factor, self.y_is.zero)

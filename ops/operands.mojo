@@ -388,6 +388,24 @@ struct Affine(TrivialRegisterPassable):
     var zero: Float32
     """An integer, the one that stands for 0."""
 
+    @always_inline
+    def rounded[
+        width: SIMDLength, //, dtype: DType
+    ](self, value: SIMD[F32, width]) -> SIMD[dtype, width]:
+        """Rounds numbers to what stands for them.
+
+        Parameters:
+            width: How many.
+            dtype: Integers or floats of 8 bits.
+
+        Args:
+            value: The numbers.
+
+        Returns:
+            The nearest, as `stored` rounds.
+        """
+        return stored[dtype](value * (1 / self.scale), self.zero)
+
 
 struct Scales(KernelArgument, TrivialRegisterPassable):
     """What numbers of 8 bits stand for: y = act(product[f] * x w + bias + residual), the latter `Affine`."""

@@ -29,7 +29,7 @@ from std.utils.static_tuple import StaticTuple
 
 from .device import Device
 from .epilogue import Epilogue
-from .gemm.hopper import Config
+from .gemm.hopper import Config, Warps
 from .hopper.accumulator import Fragment, Sums
 from .hopper.epilogue import EpilogueTensors, finish_rows
 from .hopper.mainloop import multiply_stages
@@ -37,7 +37,7 @@ from .hopper.mma import BOX, ROWS
 from .hopper.pipeline import Pipeline
 from .hopper.ptx import stores_read
 from .hopper.scheduler import Tile, TileScheduler
-from .hopper.shared import ROW, WARP, shared_memory
+from .hopper.shared import ROW, shared_memory
 from .hopper.store import Storing, load_residual, store_boxes
 from .hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from .kernel_argument import KernelArgument
@@ -101,12 +101,12 @@ struct TokenProblem(KernelArgument, TrivialRegisterPassable):
 @__name(t"token_linear_{config.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(config.blocks),
 )
 def token_kernel[
     dtype: DType, epilogue: Epilogue, config: Config
-](maps: TensorMaps[4], tensors: EpilogueTensors[dtype], problem: TokenProblem):
+](maps: TensorMaps[4], tensors: EpilogueTensors[dtype, epilogue], problem: TokenProblem):
     """Computes tiles.
 
     Parameters:
@@ -124,12 +124,11 @@ def token_kernel[
         shared_memory["token_linear"](),
         bytes=config.stage(),
         consumers=config.groups,
-        threads=config.threads(),
+        threads=Warps[config].THREADS,
     )
     launch_dependent_grids()
-    if t // Int32(WARP) == Int32(4 * config.groups):
-        # One thread drives the copy engine.
-        if t % Int32(WARP) == 0:
+    if Warps[config].produces(t):
+        if Warps[config].drives(t):
             _produce[dtype, epilogue, config](maps.address(), problem, pipeline)
     else:
         _consume[dtype, epilogue, config](maps.address(), tensors, problem, pipeline, Fragment(t))
@@ -176,7 +175,7 @@ def _consume[
     dtype: DType, epilogue: Epilogue, config: Config
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, epilogue],
     problem: TokenProblem,
     at_start: Pipeline,
     at: Fragment,
@@ -203,7 +202,7 @@ def _consume[
         pipeline.wait()
         var to = pipeline.stage() + group * UInt32(BOXES * BOX)
         var row = f0 + Int32(group) * Int32(ROWS)
-        finish_rows[dtype, epilogue, config.columns, pitch=BOX, by_row=True](
+        finish_rows[config.columns, pitch=BOX, by_row=True](
             to, at, sums, 1, tensors, row, problem.filters
         )
         store_boxes[dtype, config.columns, images=True](
@@ -244,11 +243,11 @@ def enqueue_token_linear[
     launch[token_kernel[dtype, epilogue, config]](
         ctx,
         maps,
-        EpilogueTensors[dtype]([o]),
+        EpilogueTensors[dtype, epilogue]([o]),
         problem,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors * config.blocks),
-        block_dim=config.threads(),
-        shared=config.shared(),
+        block_dim=Warps[config].THREADS,
+        shared=Pipeline.block_bytes(stages=config.stages, bytes=config.stage()),
     )
 
 

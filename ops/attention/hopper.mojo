@@ -48,17 +48,14 @@ from ..hopper.mma import ROWS, Matrix, mma, mma_registers, settled
 from ..hopper.moments import Norm, leave_moments
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
-    PRODUCER_REGISTERS,
-    consumer_registers,
     fence_barrier_init,
-    registers_give,
-    registers_take,
     stores_commit,
     stores_read,
     sync_threads,
 )
+from ..hopper.roles import GIVING, Roles
 from ..hopper.scheduler import TileScheduler
-from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, WARPGROUP, SharedMemory, bytes_until, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -102,15 +99,6 @@ struct Config(TrivialRegisterPassable):
         return "attention_linear" if self.projected else "attention"
 
     @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
-
-        Returns:
-            A warpgroup for each consumer, and the producer's.
-        """
-        return WARPGROUP * (self.groups + 1)
-
-    @always_inline
     def row(self) -> Int:
         """Counts the bytes of a box's row.
 
@@ -145,54 +133,6 @@ struct Config(TrivialRegisterPassable):
             Two for each channel.
         """
         return ROWS * 2 * self.depth
-
-    @always_inline
-    def ring(self) -> Int:
-        """Counts the bytes of all stages.
-
-        Returns:
-            Those of their tiles.
-        """
-        return 2 * self.stages * self.tile()
-
-    @always_inline
-    def barriers(self) -> Int:
-        """Counts the bytes of the ring's barriers.
-
-        Returns:
-            Three of each stage: keys have come, values have, both have been read.
-        """
-        return (Pipeline.BARRIERS + Pipeline.PART) * self.stages
-
-    @always_inline
-    def layer(self) -> Int:
-        """Counts the bytes of the linear layer: its weights, and a residual of each consumer.
-
-        Returns:
-            Two for each number; 0 without such a layer.
-        """
-        if not self.projected:
-            return 0
-        return 2 * self.depth * self.depth + self.groups * self.queries()
-
-    @always_inline
-    def before_barriers(self) -> Int:
-        """Counts the bytes of shared memory before the barriers.
-
-        Returns:
-            Those of the ring, the queries, and the layer.
-        """
-        return self.ring() + self.groups * self.queries() + self.layer()
-
-    @always_inline
-    def shared(self) -> Int:
-        """Counts the bytes of shared memory.
-
-        Returns:
-            All of these, the barriers, and what aligning them may take.
-        """
-        var others = 2 * self.groups + 1 if self.projected else self.groups
-        return self.before_barriers() + self.barriers() + others * Pipeline.BARRIERS + SWIZZLED
 
     @always_inline
     def maps(self) -> Int:
@@ -250,6 +190,73 @@ def least_keys(depth: Int) -> Int:
         Keys of an image.
     """
     return 129 if depth == 32 else 65 if depth == 96 else 1
+
+
+comptime Warps[config: Config] = Roles[config.groups, GIVING]
+"""Which warps of a block do what."""
+
+
+struct Storage[config: Config](TrivialRegisterPassable):
+    """What a block has in its shared memory.
+
+    Parameters:
+        config: Sizes of the tiles.
+    """
+
+    comptime BYTES = bytes_until(Self(0).end)
+    """Bytes that a launch asks for."""
+
+    var tiles: Pipeline
+    """A tile of keys and one of values, two parts of a stage: keys have come, values have, both have been read."""
+    var queries: Pipeline
+    """Those of the first consumer, a ring of one stage. Its first thread is the producer too: it knows when
+    they have been read."""
+    var residual: Pipeline
+    """Of the first consumer's rows, likewise; the result replaces it."""
+    var weights: Pipeline
+    """Of the linear layer, a ring of one stage; these two take no room without such a layer."""
+    var end: UInt32
+    """Address of what follows."""
+
+    @always_inline
+    def __init__(out self, data: UInt32):
+        """Divides shared memory.
+
+        Args:
+            data: Its address.
+        """
+        comptime C = Self.config
+        comptime STAGES = Int32(C.stages)
+        comptime TILES = UInt32(2 * C.tile())
+        comptime QUERIES = UInt32(C.queries())
+        comptime RESIDUALS = C.groups if C.projected else 0
+        comptime WEIGHTS = 1 if C.projected else 0
+        var memory = SharedMemory(data)
+        var tiles = memory.take(UInt32(STAGES) * TILES)
+        var queries = memory.take(UInt32(C.groups) * QUERIES)
+        var residuals = memory.take(UInt32(RESIDUALS) * QUERIES)
+        var weights = memory.take(WEIGHTS * 2 * C.depth * C.depth)
+        self.tiles = Pipeline(tiles, memory, stages=STAGES, bytes=TILES, parts=2)
+        self.queries = Pipeline(queries, memory, stages=1, bytes=QUERIES, rings=C.groups)
+        self.residual = Pipeline(residuals, memory, stages=1, bytes=QUERIES, rings=RESIDUALS)
+        self.weights = Pipeline(weights, memory, stages=1, bytes=QUERIES, rings=WEIGHTS)
+        self.end = memory.end
+
+    @always_inline
+    def init(self, period: Int32):
+        """Prepares the barriers, by one thread.
+
+        Args:
+            period: How many tiles of queries read the keys and values of an item.
+        """
+        self.tiles.init[Self.config.stages](consumers=Int(period))
+        comptime for i in range(Self.config.groups):
+            self.queries.of_consumer(UInt32(i)).init[1](consumers=1)
+        comptime if Self.config.projected:
+            self.weights.init[1](consumers=1)
+            comptime for i in range(Self.config.groups):
+                self.residual.of_consumer(UInt32(i)).init[1](consumers=1)
+        fence_barrier_init()
 
 
 struct Problem[dtype: DType, out: DType](KernelArgument, TrivialRegisterPassable):
@@ -468,7 +475,7 @@ struct _Maps:
 @__name(t"{config.op()}_hopper_{mask.label()}{config.label()}_{dtypes[dtype, out]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def hopper_attention_kernel[
@@ -498,72 +505,20 @@ def hopper_attention_kernel[
     comptime assert not config.projected or (
         config.depth == 64 and out == dtype and not mask.some() and not mask.logsumexp
     ), "attention: a linear layer takes 64 channels, without masks or 8 bits"
-    var data = shared_memory["hopper_attention"]()
-    var pipeline = Pipeline(
-        data,
-        data + UInt32(config.before_barriers()),
-        stages=Int32(config.stages),
-        bytes=UInt32(2 * config.tile()),
-        parts=2,
-    )
+    var storage = Storage[config](shared_memory["hopper_attention"]())
     var t = Int32(thread_idx.x)
     if t == 0:
-        pipeline.init[config.stages](consumers=Int(problem.period))
-        comptime for i in range(config.groups):
-            _queries[config](data, Int32(i)).init[1](consumers=1)
-        comptime if config.projected:
-            _weights[config](data).init[1](consumers=1)
-            comptime for i in range(config.groups):
-                _residual[config](data, Int32(i)).init[1](consumers=1)
-        fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
+        storage.init(problem.period)
+    sync_threads(0, UInt32(Warps[config].THREADS))
     launch_dependent_grids()
 
-    if t // Int32(WARPGROUP) == Int32(config.groups):
-        registers_give[PRODUCER_REGISTERS]()
-        # One thread drives the copy engine.
-        if t % Int32(WARPGROUP) == 0:
-            _produce[config, mask](maps.address(), problem, tensors.sizes, pipeline)
+    if Warps[config].produces(t):
+        Warps[config].give_registers()
+        if Warps[config].drives(t):
+            _produce[mask](maps.address(), problem, tensors.sizes, storage)
     else:
-        registers_take[consumer_registers(config.groups)]()
-        _consume[dtype, config, mask](
-            maps.address(), result, problem, tensors, pipeline, Fragment(t)
-        )
-
-
-@always_inline
-def _queries[config: Config](data: UInt32, group: Int32) -> Pipeline:
-    """Finds the queries of a consumer, a ring of one stage.
-
-    Its first thread is the producer too: it knows when the queries have been read.
-    """
-    return _single[config](data, group, config.ring(), 0)
-
-
-@always_inline
-def _residual[config: Config](data: UInt32, group: Int32) -> Pipeline:
-    """Finds the residual of a consumer's rows, which the result replaces, likewise."""
-    comptime AT = config.ring() + config.groups * config.queries()
-    return _single[config](data, group, AT, config.groups)
-
-
-@always_inline
-def _weights[config: Config](data: UInt32) -> Pipeline:
-    """Finds the layer's weights, behind the residuals of all consumers."""
-    comptime AT = config.ring() + 2 * config.groups * config.queries()
-    return _single[config](data, 0, AT, 2 * config.groups)
-
-
-@always_inline
-def _single[config: Config](data: UInt32, group: Int32, first: Int, barriers: Int) -> Pipeline:
-    """Makes a ring of one stage, of 64 rows: of those at `first` the one with a consumer's number."""
-    comptime BARRIERS = config.before_barriers() + config.barriers()
-    return Pipeline(
-        data + UInt32(first) + UInt32(group) * UInt32(config.queries()),
-        data + UInt32(BARRIERS) + (UInt32(barriers) + UInt32(group)) * UInt32(Pipeline.BARRIERS),
-        stages=1,
-        bytes=UInt32(config.queries()),
-    )
+        Warps[config].take_registers()
+        _consume[dtype, mask](maps.address(), result, problem, tensors, storage, Fragment(t))
 
 
 @always_inline
@@ -591,8 +546,8 @@ def _load[
 
 @always_inline
 def _produce[
-    config: Config, mask: Mask
-](maps: UInt64, problem: Problem[...], sizes: MaskSizes, at_start: Pipeline):
+    config: Config, //, mask: Mask
+](maps: UInt64, problem: Problem[...], sizes: MaskSizes, storage: Storage[config]):
     """Fills the ring with keys and values, item after item, as stages become free.
 
     Stages of keys that no query of the item sees come as they are.
@@ -604,11 +559,11 @@ def _produce[
     v.prefetch_descriptor()
     comptime if config.projected:
         # Weights do not depend on the kernel before.
-        var weights = _weights[config](at_start.data)
+        var weights = storage.weights
         weights.expect(weights.bytes)
         TileLoader(maps, _Maps.W).load(weights.stage(), weights.barrier(), 0, 0)
     wait_on_dependent_grids()
-    var pipeline = at_start
+    var pipeline = storage.tiles
     for number in problem.schedule.turns():
         var item = problem.item[config.depth](number)
         var seen = problem.key_tiles
@@ -634,13 +589,13 @@ def _produce[
 
 @always_inline
 def _consume[
-    out: DType, //, dtype: DType, config: Config, mask: Mask
+    out: DType, config: Config, //, dtype: DType, mask: Mask
 ](
     maps: UInt64,
     result: Result[dtype, out, config.projected],
     problem: Problem[...],
     tensors: MaskTensors[dtype],
-    at_start: Pipeline,
+    storage: Storage[config],
     at: Fragment,
 ):
     """Attends from every tile of queries that is this consumer's.
@@ -652,7 +607,7 @@ def _consume[
     var leads = at.leads()
     var column = at.column()
     var q = TileLoader(maps, _Maps.Q)
-    var queries = _queries[config](at_start.data, at.group())
+    var queries = storage.queries.of_consumer(UInt32(at.group()))
     var next = QueryTile[config.depth](problem, at.group())
     if leads:
         q.prefetch_descriptor()
@@ -660,7 +615,7 @@ def _consume[
         _load_queries[config](q, queries, next, problem)
     comptime if mask.reads():
         wait_on_dependent_grids()
-    var residual = _residual[config](at_start.data, at.group())
+    var residual = storage.residual.of_consumer(UInt32(at.group()))
 
     # One consumer's products run under the others' exponentials.
     var order = OrderedSequence(at.group(), GROUPS)
@@ -668,7 +623,7 @@ def _consume[
     for _ in range(problem.rounds(GROUPS)):
         var tile = next
         next.advance(problem, GROUPS)
-        var pipeline = at_start
+        var pipeline = storage.tiles
         pipeline.advance(UInt32(tile.turn * problem.key_tiles))
         if not tile.has_item(problem) or tile.first >= problem.t:
             _skip[config](pipeline, queries, order, problem, tile, at)
@@ -769,7 +724,7 @@ def _consume[
                     )
         comptime if config.projected:
             sums = _multiply_result[dtype, config](
-                at_start.data, sums, softmax.inverse_sums(1), result.bias[0], at
+                storage.weights, sums, softmax.inverse_sums(1), result.bias[0], at
             )
             var stored = finish_boxes[dtype, 1](residual, 1, at, sums, barrier=_own[config](at))
             if leads:
@@ -810,7 +765,7 @@ def _consume[
 def _multiply_result[
     dtype: DType, config: Config
 ](
-    data: UInt32, sums: Sums[config.depth], scale: SIMD[F32, 2], bias: Data[F32], at: Fragment
+    weights: Pipeline, sums: Sums[config.depth], scale: SIMD[F32, 2], bias: Data[F32], at: Fragment
 ) -> Sums[config.depth]:
     """Multiplies a head's result by the layer's weights, and adds the bias.
 
@@ -820,7 +775,6 @@ def _multiply_result[
     rescale(result, scale)
     var left = rounded[dtype](result)
     var total = bias_of_columns[config.depth](bias.unsafe_offset(Int(at.column())))
-    var weights = _weights[config](data)
     weights.wait()
     wgmma_fence_aligned()
     total = mma_registers[dtype](left, Matrix(weights.stage()), total)
@@ -988,6 +942,6 @@ def enqueue_hopper[
         problem,
         tensors,
         grid_dim=problem.schedule.blocks(device.multiprocessors),
-        block_dim=config.threads(),
-        shared=config.shared(),
+        block_dim=Warps[config].THREADS,
+        shared=Storage[config].BYTES,
     )

@@ -49,8 +49,9 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
+from ..hopper.roles import Roles
 from ..hopper.scheduler import TileScheduler, Turns
-from ..hopper.shared import SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import SharedMemory, bytes_until, shared_memory
 from ..hopper.store import Storing, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
@@ -85,15 +86,6 @@ struct Config(TrivialRegisterPassable):
         return String(t"{ROWS}x{self.heads * DEPTH}x{self.consumers}x{self.w_stages}")
 
     @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
-
-        Returns:
-            A warpgroup for each consumer, and a warp.
-        """
-        return WARPGROUP * self.consumers + WARP
-
-    @always_inline
     def own(self) -> Int:
         """Counts a consumer's heads, and its boxes of columns.
 
@@ -112,7 +104,10 @@ struct Config(TrivialRegisterPassable):
         return self.own() * DEPTH
 
 
-@fieldwise_init
+comptime Warps[config: Config] = Roles[config.consumers]
+"""Which warps of a block do what."""
+
+
 struct Storage[config: Config](TrivialRegisterPassable):
     """What a block has in its shared memory.
 
@@ -122,77 +117,52 @@ struct Storage[config: Config](TrivialRegisterPassable):
 
     comptime PART = Self.config.own() * BOX
     """Bytes of a consumer's queries, and of a stage of w."""
-    comptime W = Self.config.consumers * Self.PART
-    """Where the ring of w lies, behind the queries."""
-    comptime TILES = Self.W + Self.config.w_stages * Self.PART
-    """Where tiles of keys, values and residuals lie."""
     comptime STAGES = Self.config.consumers * max(Self.config.own(), 2)
-    """Stages of their ring."""
-    comptime BIAS = Self.TILES + Self.STAGES * BOX
-    """Where the bias lies."""
-    comptime JUNK = Self.BIAS + Self.config.heads * DEPTH * 4
-    """16 bytes for results of rows that are of another image."""
-    comptime BARRIERS = Self.JUNK + 16
-    """Where the barriers lie: of both rings, then of each consumer's queries."""
-    comptime COUNT = Self.config.w_stages + Self.STAGES + Self.config.consumers
-    """How many stages there are."""
-    comptime BYTES = Self.BARRIERS + Self.COUNT * Pipeline.BARRIERS + SWIZZLED
-    """Bytes of all, and what aligning them may take."""
+    """Stages of tiles."""
+    comptime BYTES = bytes_until(Self(0).end)
+    """Bytes that a launch asks for."""
 
-    var data: UInt32
-    """Its address."""
-
-    @always_inline
-    def w(self) -> Pipeline:
-        """Begins the ring of parts of w.
-
-        Returns:
-            At the first stage.
-        """
-        return self._ring(Self.W, 0, Self.config.w_stages, Self.PART)
+    var w: Pipeline
+    """Parts of w."""
+    var tiles: Pipeline
+    """Tiles of keys, values and residuals."""
+    var queries: Pipeline
+    """Those of the first consumer's heads, a ring of one stage."""
+    var bias: UInt32
+    """Address of the bias."""
+    var junk: UInt32
+    """Address of 16 bytes for results of rows that are of another image."""
+    var end: UInt32
+    """Address of what follows."""
 
     @always_inline
-    def tiles(self) -> Pipeline:
-        """Begins the ring of tiles of keys, values and residuals.
-
-        Returns:
-            At the first stage.
-        """
-        return self._ring(Self.TILES, Self.config.w_stages, Self.STAGES, BOX)
-
-    @always_inline
-    def queries(self, consumer: Int32) -> Pipeline:
-        """Begins a consumer's ring of queries, of one stage.
+    def __init__(out self, data: UInt32):
+        """Divides shared memory.
 
         Args:
-            consumer: Its number.
-
-        Returns:
-            Those of its heads.
+            data: Its address.
         """
-        var ring = self._ring(0, Self.config.w_stages + Self.STAGES, 1, Self.PART)
-        ring.data += UInt32(consumer) * UInt32(Self.PART)
-        ring.full += UInt32(consumer) * UInt32(Pipeline.BARRIERS)
-        ring.empty += UInt32(consumer) * UInt32(Pipeline.BARRIERS)
-        return ring
-
-    @always_inline
-    def _ring(self, at: Int, before: Int, stages: Int, bytes: Int) -> Pipeline:
-        """Makes a ring, with its barriers behind those of `before` stages."""
-        return Pipeline(
-            self.data + UInt32(at),
-            self.data + UInt32(Self.BARRIERS + before * Pipeline.BARRIERS),
-            stages=Int32(stages),
-            bytes=UInt32(bytes),
+        comptime C = Self.config
+        var memory = SharedMemory(data)
+        var queries = memory.take(C.consumers * Self.PART)
+        var w = memory.take(C.w_stages * Self.PART)
+        var tiles = memory.take(Self.STAGES * BOX)
+        self.bias = memory.take(C.heads * DEPTH * 4)
+        self.junk = memory.take(16)
+        self.w = Pipeline(w, memory, stages=Int32(C.w_stages), bytes=UInt32(Self.PART))
+        self.tiles = Pipeline(tiles, memory, stages=Int32(Self.STAGES), bytes=UInt32(BOX))
+        self.queries = Pipeline(
+            queries, memory, stages=1, bytes=UInt32(Self.PART), rings=C.consumers
         )
+        self.end = memory.end
 
     @always_inline
     def init(self):
         """Prepares the barriers, by one thread."""
-        self.w().init[Self.config.w_stages](consumers=1)
-        self.tiles().init[Self.STAGES](consumers=1)
+        self.w.init[Self.config.w_stages](consumers=1)
+        self.tiles.init[Self.STAGES](consumers=1)
         comptime for i in range(Self.config.consumers):
-            self.queries(Int32(i)).init[1](consumers=1)
+            self.queries.of_consumer(UInt32(i)).init[1](consumers=1)
         fence_barrier_init()
 
 
@@ -240,7 +210,7 @@ struct Problem(KernelArgument, TrivialRegisterPassable):
 @__name(t"attention_linear_hopper_{config.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def attention_linear_kernel[
@@ -267,15 +237,12 @@ def attention_linear_kernel[
     var t = Int32(thread_idx.x)
     if t == 0:
         storage.init()
-    for i in range(t, Int32(config.heads * DEPTH), Int32(config.threads())):
-        shared_store_float(
-            storage.data + UInt32(storage.BIAS) + UInt32(4 * i), bias[unsafe_offset=Int(i)]
-        )
-    sync_threads(0, UInt32(config.threads()))
+    for i in range(t, Int32(config.heads * DEPTH), Int32(Warps[config].THREADS)):
+        shared_store_float(storage.bias + UInt32(4 * i), bias[unsafe_offset=Int(i)])
+    sync_threads(0, UInt32(Warps[config].THREADS))
     launch_dependent_grids()
-    if t // Int32(WARPGROUP) == Int32(config.consumers):
-        # One thread drives the copy engine.
-        if t % Int32(WARPGROUP) == 0:
+    if Warps[config].produces(t):
+        if Warps[config].drives(t):
             _produce(maps.address(), problem, storage)
     else:
         _consume[dtype](maps.address(), moments, problem, storage, Fragment(t))
@@ -291,13 +258,13 @@ def _produce[config: Config, //](maps: UInt64, problem: Problem, storage: Storag
     comptime for i in range(1, 5):
         TileLoader(maps, Int32(i)).prefetch_descriptor()
     # Weights do not depend on the kernel before.
-    var w = storage.w()
+    var w = storage.w
     for i in range(w.prefetch(PARTS)):
         w.expect(i, w.bytes)
         _load_part[config](of_w, w.stage(i), w.barrier(i), i)
     wait_on_dependent_grids()
 
-    var tiles = storage.tiles()
+    var tiles = storage.tiles
     for tile in problem.schedule.turns():
         var row = tile * Int32(ROWS)
         # Keys of the consumers' first heads, their values, then those of the next heads.
@@ -344,9 +311,9 @@ def _consume[
     var leads = at.leads()
     var first = at.group() * Int32(COLUMNS)
     var y = TileStore(maps, 5)
-    var queries = storage.queries(at.group())
-    var tiles = storage.tiles()
-    var w = storage.w()
+    var queries = storage.queries.of_consumer(UInt32(at.group()))
+    var tiles = storage.tiles
+    var w = storage.w
     tiles.advance(UInt32(at.group()))
     w.advance(UInt32(at.group()))
     var turns = problem.schedule.turns()
@@ -366,15 +333,13 @@ def _consume[
                 tiles,
                 problem,
                 at,
-                junk=storage.data + UInt32(storage.JUNK),
+                junk=storage.junk,
                 begin=begin,
                 end=begin + problem.t,
             )
         queries.advance()
-        var sums = bias_of_columns[COLUMNS](
-            storage.data + UInt32(storage.BIAS) + UInt32(first + at.column()) * 4
-        )
-        sync_writes(ALL, config.consumers * WARPGROUP)
+        var sums = bias_of_columns[COLUMNS](storage.bias + UInt32(first + at.column()) * 4)
+        sync_writes(ALL, Warps[config].MULTIPLYING)
 
         # Multiply.
         var storing = Storing[0]()  # the ring of w holds no results
@@ -382,13 +347,13 @@ def _consume[
             w,
             storing,
             Int32(config.heads),
-            a=storage.data,
+            a=storage.queries.data,
             b=0,
             leads=leads,
             start=sums,
         )
         # The others have read this consumer's heads, too: the next queries may come.
-        sync_threads(ALL, UInt32(config.consumers * WARPGROUP))
+        sync_threads(ALL, UInt32(Warps[config].MULTIPLYING))
         if leads and tile + turns.step < turns.end:
             _load_queries[config](maps, queries, first, row + turns.step * Int32(ROWS))
 
@@ -607,6 +572,6 @@ def enqueue_attention_linear[
         moments,
         problem,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors),
-        block_dim=config.threads(),
+        block_dim=Warps[config].THREADS,
         shared=Storage[config].BYTES,
     )

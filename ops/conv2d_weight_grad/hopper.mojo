@@ -31,8 +31,9 @@ from ..hopper.conv import Conv, Step, load_pixels, pixels_map
 from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import BOX
 from ..hopper.pipeline import Pipeline
+from ..hopper.roles import Roles
 from ..hopper.scheduler import Share, TileScheduler
-from ..hopper.shared import SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import shared_memory
 from ..hopper.store import Storing
 from ..hopper.tma import TensorMaps, TileLoader, matrix_map
 from ..kernel_argument import KernelArgument
@@ -97,15 +98,6 @@ struct Config(TrivialRegisterPassable):
         return self.filters * self.shares
 
     @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
-
-        Returns:
-            A warpgroup for each consumer, and the producer's warp.
-        """
-        return WARPGROUP * self.groups() + WARP
-
-    @always_inline
     def stage(self) -> Int:
         """Counts the bytes of a stage.
 
@@ -114,16 +106,9 @@ struct Config(TrivialRegisterPassable):
         """
         return (self.filters + self.boxes) * BOX
 
-    @always_inline
-    def shared(self) -> Int:
-        """Counts the bytes of shared memory that a block asks for.
 
-        Returns:
-            Stages, their barriers, and what aligning them may take.
-        """
-        return self.stages * (self.stage() + Pipeline.BARRIERS) + SWIZZLED
-
-
+comptime Warps[config: Config] = Roles[config.groups()]
+"""Which warps of a block do what."""
 comptime CONFIGS: List[Config] = [Config(1, 4, 2, 5), Config(2, 4, 1, 4), Config(2, 3, 1, 5)]
 """Tiles: 64 x 256 filters x columns, 128 x 256 and 128 x 192; of equal costs the first wins."""
 
@@ -214,7 +199,7 @@ struct _Work(TrivialRegisterPassable):
 @__name(t"conv2d_weight_grad_{config.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
 )
 def hopper_kernel[
     dtype: DType, config: Config
@@ -234,14 +219,13 @@ def hopper_kernel[
         shared_memory["conv2d_weight_grad"](),
         bytes=config.stage(),
         consumers=config.groups(),
-        threads=config.threads(),
+        threads=Warps[config].THREADS,
     )
     launch_dependent_grids()
     var t = Int32(thread_idx.x)
     var work = _Work(problem, config)
-    if t // Int32(WARP) == Int32(4 * config.groups()):
-        # One thread drives the copy engine.
-        if t % Int32(WARP) == 0:
+    if Warps[config].produces(t):
+        if Warps[config].drives(t):
             _produce[config](maps.address(), problem, work, pipeline)
     else:
         _consume[dtype, config](o, problem, work, pipeline, Fragment(t))
@@ -359,8 +343,8 @@ def weight_grad_tile[
         o,
         problem,
         grid_dim=Int(problem.schedule.tiles),
-        block_dim=config.threads(),
-        shared=config.shared(),
+        block_dim=Warps[config].THREADS,
+        shared=Pipeline.block_bytes(stages=config.stages, bytes=config.stage()),
     )
 
 

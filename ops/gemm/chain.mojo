@@ -58,11 +58,7 @@ from ..hopper.mma import BOX, ROWS, SUM, Matrix, mma, mma_registers
 from ..hopper.moments import Norm, RowMoments
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import (
-    PRODUCER_REGISTERS,
-    consumer_registers,
     fence_barrier_init,
-    registers_give,
-    registers_take,
     shared_load,
     shared_load4,
     shared_store,
@@ -70,8 +66,9 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
+from ..hopper.roles import GIVING, Roles
 from ..hopper.scheduler import TileScheduler
-from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, shared_memory, swizzle
+from ..hopper.shared import ROW, SharedMemory, bytes_until, shared_memory, swizzle
 from ..hopper.store import StoringStage, store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
@@ -259,16 +256,9 @@ struct ChainConfig(TrivialRegisterPassable):
         """
         return ROWS * self.groups
 
-    @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
 
-        Returns:
-            A warpgroup for each consumer, and the producer's.
-        """
-        return WARPGROUP * (self.groups + 1)
-
-
+comptime Warps[config: ChainConfig] = Roles[config.groups, GIVING]
+"""Which warps of a block do what."""
 comptime PER_TILE = 4
 """Multiprocessors a tile, at most, where all weights stay; with fewer tiles, split-K does better.
 
@@ -309,9 +299,8 @@ comptime TILES: List[ChainConfig] = [
 """The tiles that are compiled: what fits into 227 KB of shared memory, and was fastest on an H200."""
 
 
-@fieldwise_init
 struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
-    """A block's shared memory: stages of the pipelines, their barriers, then vectors.
+    """What a block has in its shared memory.
 
     Parameters:
         config: Sizes of the tile.
@@ -321,54 +310,55 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
     """Bytes of a stage of w1 and one of w2."""
     comptime TILE = max(Self.config.read(), Self.config.tile(Self.config.f))
     """Bytes of a tile of x, and of z in its place."""
-    comptime X = Self.config.w_stages // 2 * Self.PAIR + (
-        Self.config.w_stages % 2 * Self.config.w1()
-    )
-    """Where tiles of x lie, behind the weights."""
-    comptime H = Self.X + Self.config.groups * Self.config.x_stages * Self.TILE
-    """Where chunks of h lie."""
-    comptime W_BARRIERS = Self.H + Self.config.groups * Self.config.h_stages * BOX
-    """Where the barriers of the weights lie."""
-    comptime X_BARRIERS = Self.W_BARRIERS + Self.config.w_stages * Pipeline.BARRIERS
-    """Where those of tiles of x lie."""
-    comptime H_BARRIERS = Self.X_BARRIERS + (
-        Self.config.groups * Self.config.x_stages * Pipeline.BARRIERS
-    )
-    """Where those of chunks of h lie."""
-    comptime BIAS2 = Self.H_BARRIERS + (
-        Self.config.groups * Self.config.h_stages * Pipeline.BARRIERS
-    )
-    """Where the bias of z lies."""
-    comptime SCALE2 = Self.BIAS2 + Self.config.f * WIDTH * 4
-    """Where the scale of z lies, in 8 bits."""
-    comptime BIAS1 = Self.SCALE2 + (Self.config.f if Self.config.bytes else 0) * WIDTH * 4
-    """Where the bias of h lies: each two columns twice, as a thread's sums of two rows have it; or all
-    biases, and all scales behind them."""
 
-    var data: UInt32
-    """Its address."""
+    var weights: Pipeline
+    """w1 and w2 have a stage of each chunk in turns; `weights_stage` finds their addresses."""
+    var x: Pipeline
+    """Tiles of x of the first consumer."""
+    var h: Pipeline
+    """Chunks of h of the first consumer; no stages if h is not stored."""
+    var bias2: UInt32
+    """Address of the bias of z."""
+    var scale2: UInt32
+    """Address of the scale of z, in 8 bits."""
+    var bias1: UInt32
+    """Address of the bias of h: each two columns twice, as a thread's sums of two rows have it; or all biases,
+    and all scales behind them."""
+
+    @always_inline
+    def __init__(out self, data: UInt32):
+        """Divides shared memory.
+
+        Args:
+            data: Its address.
+        """
+        comptime C = Self.config
+        var memory = SharedMemory(data)
+        var weights = memory.take(C.w_stages // 2 * Self.PAIR + C.w_stages % 2 * C.w1())
+        var x = memory.take(C.groups * C.x_stages * Self.TILE)
+        var h = memory.take(C.groups * C.h_stages * BOX)
+        self.weights = Pipeline(weights, memory, stages=Int32(C.w_stages), bytes=UInt32(C.w1()))
+        self.x = Pipeline(
+            x, memory, stages=Int32(C.x_stages), bytes=UInt32(Self.TILE), rings=C.groups
+        )
+        self.h = Pipeline(h, memory, stages=Int32(C.h_stages), bytes=UInt32(BOX), rings=C.groups)
+        self.bias2 = memory.take(C.f * WIDTH * 4)
+        self.scale2 = memory.take((C.f if C.bytes else 0) * WIDTH * 4)
+        self.bias1 = memory.end
 
     @staticmethod
     def bytes(chunks: Int) -> Int:
-        """Counts the bytes.
+        """Counts the bytes that a launch asks for.
 
         Args:
             chunks: Of h.
 
         Returns:
-            Of all parts, and what aligning them may take.
+            Of all parts.
         """
         comptime vectors = 3 if Self.config.s and Self.config.bytes else 2 if Self.config.near else 0
-        return Self.BIAS1 + vectors * chunks * Self.config.chunk() * 4 + SWIZZLED
-
-    @always_inline
-    def weights(self) -> Pipeline:
-        """Begins the pipeline of weights: w1 and w2 have a stage of each chunk in turns.
-
-        Returns:
-            At the first stage; `weights_stage` finds their addresses.
-        """
-        return self._pipeline(0, Self.W_BARRIERS, 0, Self.config.w_stages, Self.config.w1())
+        comptime BEFORE = bytes_until(Self(0).bias1)
+        return BEFORE + vectors * chunks * Self.config.chunk() * 4
 
     @always_inline
     def weights_stage(self, index: UInt32) -> UInt32:
@@ -382,54 +372,18 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         """
         comptime W1 = UInt32(Self.config.w1())
         comptime if Self.config.w1() == Self.config.w2():
-            return self.data + index * W1
+            return self.weights.data + index * W1
         else:
             comptime assert Self.config.w_stages % 2 == 0, "chain: w_stages must be even"
-            return self.data + index // 2 * UInt32(Self.PAIR) + index % 2 * W1
+            return self.weights.data + index // 2 * UInt32(Self.PAIR) + index % 2 * W1
 
     @always_inline
-    def x(self, group: UInt32) -> Pipeline:
-        """Begins a consumer's pipeline of tiles of x.
-
-        Args:
-            group: The consumer.
-
-        Returns:
-            At the first stage.
-        """
-        return self._pipeline(Self.X, Self.X_BARRIERS, group, Self.config.x_stages, Self.TILE)
-
-    @always_inline
-    def h(self, group: UInt32) -> Pipeline:
-        """Begins a consumer's pipeline of chunks of h.
-
-        Args:
-            group: The consumer.
-
-        Returns:
-            At the first stage; there are none if h is not stored.
-        """
-        return self._pipeline(Self.H, Self.H_BARRIERS, group, Self.config.h_stages, BOX)
-
-    @always_inline
-    def _pipeline(
-        self, data: Int, barriers: Int, group: UInt32, stages: Int, bytes: Int
-    ) -> Pipeline:
-        """Finds a consumer's pipeline among those of its kind."""
-        return Pipeline(
-            self.data + UInt32(data) + group * UInt32(stages * bytes),
-            self.data + UInt32(barriers) + group * UInt32(stages * Pipeline.BARRIERS),
-            stages=Int32(stages),
-            bytes=UInt32(bytes),
-        )
-
-    @always_inline
-    def init_barriers(self):
+    def init(self):
         """Prepares the barriers of all pipelines, by one thread."""
-        self.weights().init[Self.config.w_stages](consumers=Self.config.groups)
+        self.weights.init[Self.config.w_stages](consumers=Self.config.groups)
         comptime for g in range(Self.config.groups):
-            self.x(UInt32(g)).init[Self.config.x_stages](consumers=1)
-            self.h(UInt32(g)).init[Self.config.h_stages](consumers=1)
+            self.x.of_consumer(UInt32(g)).init[Self.config.x_stages](consumers=1)
+            self.h.of_consumer(UInt32(g)).init[Self.config.h_stages](consumers=1)
         fence_barrier_init()
 
     @always_inline
@@ -443,7 +397,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             problem: Sizes.
             t: The thread.
         """
-        comptime THREADS = Int32(Self.config.threads())
+        comptime THREADS = Int32(Warps[Self.config].THREADS)
         comptime if Self.config.bytes or Self.config.near:
             var columns = problem.chunks * Int32(Self.config.chunk())
             for i in range(t, columns, THREADS):
@@ -457,7 +411,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
                         comptime if Self.config.s > 0:
                             source = scale
                             scale *= vectors.scales[0].first[unsafe_offset=Int(i)]
-                var at = self.data + UInt32(Self.BIAS1)
+                var at = self.bias1
                 comptime if Self.config.bytes:
                     at += UInt32(i) * 4
                     shared_store_float(at, bias)
@@ -469,11 +423,10 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
                     shared_store_float(at, bias)
                     shared_store_float(at + 8, bias)
         for i in range(t, Int32(Self.config.f * WIDTH), THREADS):
-            var at = self.data + UInt32(i) * 4
-            shared_store_float(at + UInt32(Self.BIAS2), vectors.bias2[unsafe_offset=Int(i)])
+            shared_store_float(self.bias2 + UInt32(i) * 4, vectors.bias2[unsafe_offset=Int(i)])
             comptime if Self.config.bytes:
                 var scale = vectors.scales[1].product[unsafe_offset=Int(i)]
-                shared_store_float(at + UInt32(Self.SCALE2), scale)
+                shared_store_float(self.scale2 + UInt32(i) * 4, scale)
 
     @always_inline
     def channels1(self, column: Int32, problem: ChainProblem) -> Channels[4]:
@@ -486,7 +439,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         Returns:
             Both.
         """
-        var at = self.data + UInt32(Self.BIAS1) + UInt32(column) * 4
+        var at = self.bias1 + UInt32(column) * 4
         var columns = UInt32(problem.chunks) * UInt32(Self.config.chunk())
         return Channels[4](shared_load4(at + columns * 4), shared_load4(at))
 
@@ -502,7 +455,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             Of each.
         """
         var columns = UInt32(problem.chunks) * UInt32(Self.config.chunk())
-        return shared_load4(self.data + UInt32(Self.BIAS1) + UInt32(column) * 4 + columns * 8)
+        return shared_load4(self.bias1 + UInt32(column) * 4 + columns * 8)
 
     @always_inline
     def channels2(self, column: Int32) -> Channels[4]:
@@ -514,10 +467,8 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
         Returns:
             Both.
         """
-        var at = self.data + UInt32(column) * 4
-        return Channels[4](
-            shared_load4(at + UInt32(Self.SCALE2)), shared_load4(at + UInt32(Self.BIAS2))
-        )
+        var at = UInt32(column) * 4
+        return Channels[4](shared_load4(self.scale2 + at), shared_load4(self.bias2 + at))
 
 
 struct ChainVectors[scaled: Bool = False](KernelArgument, TrivialRegisterPassable):
@@ -632,7 +583,7 @@ struct _Maps:
 @__name(t"{op}_hopper_{config.label()}_{dtypes[dtype, dtype, right]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def chain_kernel[
@@ -655,18 +606,17 @@ def chain_kernel[
     var storage = ChainStorage[config](shared_memory["hopper_chain"]())
     var t = Int32(thread_idx.x)
     if t == 0:
-        storage.init_barriers()
+        storage.init()
     storage.load_vectors(vectors, problem, t)
-    sync_threads(0, UInt32(config.threads()))
+    sync_threads(0, UInt32(Warps[config].THREADS))
     launch_dependent_grids()
 
-    if t // Int32(WARPGROUP) == Int32(config.groups):
-        registers_give[PRODUCER_REGISTERS]()
-        # One thread drives the copy engine.
-        if t % Int32(WARPGROUP) == 0:
+    if Warps[config].produces(t):
+        Warps[config].give_registers()
+        if Warps[config].drives(t):
             _produce[MLP](maps.address(), problem, storage)
     else:
-        registers_take[consumer_registers(config.groups)]()
+        Warps[config].take_registers()
         comptime if config.bytes:
             _consume_bytes[dtype, right](
                 maps.address(), problem, storage, Fragment(t), vectors.scales[0].residual.scale
@@ -689,7 +639,7 @@ def _produce[
     x.prefetch_descriptor()
 
     # Weights do not depend on the kernel before.
-    var weights = storage.weights()
+    var weights = storage.weights
     for stage in range(weights.prefetch(2 * problem.chunks)):
         _load_weights(maps, storage, stage, stage)
     wait_on_dependent_grids()
@@ -697,7 +647,7 @@ def _produce[
     var tiles = Array[Pipeline, config.groups](fill=weights)
     var chunks = Array[Pipeline, config.groups](fill=weights)
     comptime for g in range(config.groups):
-        tiles[g], chunks[g] = storage.x(UInt32(g)), storage.h(UInt32(g))
+        tiles[g], chunks[g] = storage.x.of_consumer(UInt32(g)), storage.h.of_consumer(UInt32(g))
     for tile in problem.schedule.turns():
         var m0 = tile * Int32(config.rows())
         comptime for g in range(config.groups):
@@ -735,7 +685,7 @@ def _load_weights[
     config: ChainConfig, //
 ](maps: UInt64, storage: ChainStorage[config], stage: Int32, number: Int32):
     """Fills a stage with weights: even numbers are of w1, odd ones of w2."""
-    var weights = storage.weights()
+    var weights = storage.weights
     var to = storage.weights_stage(UInt32(stage))
     var full = weights.barrier(stage)
     var column = number // 2 * Int32(config.chunk())
@@ -776,9 +726,9 @@ def _consume[
     var z_map = TileStore(maps, _Maps.Z)
     var h_map = TileStore(maps, _Maps.H)
 
-    var weights = storage.weights()
-    var tiles = storage.x(group)
-    var chunks = storage.h(group)
+    var weights = storage.weights
+    var tiles = storage.x.of_consumer(group)
+    var chunks = storage.h.of_consumer(group)
     var storing = StoringStage()
     comptime if mlp:
         wait_on_dependent_grids()  # for the moments, which no copy brings
@@ -790,7 +740,7 @@ def _consume[
         tiles.wait()
         var x = tiles.stage()
         var z = Array[Sums[WIDTH], F](fill=Sums[WIDTH](fill=0))
-        var bias2 = storage.data + UInt32(storage.BIAS2) + UInt32(at.column()) * 4
+        var bias2 = storage.bias2 + UInt32(at.column()) * 4
         comptime for f in range(F):
             z[f] = bias_of_columns[WIDTH](bias2 + UInt32(f * WIDTH * 4))
         comptime if mlp:
@@ -808,7 +758,7 @@ def _consume[
         for chunk in range(problem.chunks):
             var sums = Sums[WIDTH](fill=0)
             comptime if config.near:
-                var near = storage.data + UInt32(storage.BIAS1) + UInt32(at.column()) * 8
+                var near = storage.bias1 + UInt32(at.column()) * 8
                 sums = bias_of_columns[WIDTH, twice=True](
                     near + UInt32(chunk) * UInt32(2 * WIDTH * 4)
                 )
@@ -912,9 +862,9 @@ def _consume_bytes[
     var z_map = TileStore(maps, _Maps.Z)
     var h_map = TileStore(maps, _Maps.H)
 
-    var weights = storage.weights()
-    var tiles = storage.x(group)
-    var chunks = storage.h(group)
+    var weights = storage.weights
+    var tiles = storage.x.of_consumer(group)
+    var chunks = storage.h.of_consumer(group)
     var storing = StoringStage()
     weights.wait_first(2 * problem.chunks)
     for tile in problem.schedule.turns():
@@ -1162,6 +1112,6 @@ def _enqueue[
         vectors,
         problem,
         grid_dim=problem.schedule.blocks(device.multiprocessors),
-        block_dim=config.threads(),
+        block_dim=Warps[config].THREADS,
         shared=shared,
     )

@@ -69,8 +69,9 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
+from ..hopper.roles import Roles
 from ..hopper.scheduler import Start, Work
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, SharedMemory, bytes_until, shared_memory
 from ..hopper.store import Storing, load_residual, store_boxes
 from ..hopper.tma import (
     TensorMap,
@@ -82,7 +83,7 @@ from ..hopper.tma import (
     tensor_map,
 )
 from ..launch import launch
-from ..operands import F32, Data, Operands, Scales, dtypes
+from ..operands import Data, Operands, Scales, dtypes
 
 
 struct Config(TrivialRegisterPassable):
@@ -174,15 +175,6 @@ struct Config(TrivialRegisterPassable):
         return ROWS * self.groups
 
     @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
-
-        Returns:
-            A warpgroup for each consumer, and the producer's warp.
-        """
-        return WARPGROUP * self.groups + WARP
-
-    @always_inline
     def stage(self) -> Int:
         """Counts the bytes of a stage.
 
@@ -240,24 +232,76 @@ struct Config(TrivialRegisterPassable):
         """
         return self.columns // self.part[dtype]()
 
+
+struct Storage[config: Config](TrivialRegisterPassable):
+    """What a block has in its shared memory.
+
+    Parameters:
+        config: The tile.
+    """
+
+    comptime Peers = Exchange[Self.config.columns, Self.config.groups, Self.config.peers]
+    """What the peers of a block send to it."""
+    comptime BYTES = bytes_until(Self(0).end)
+    """Bytes that a launch asks for."""
+
+    var pipeline: Pipeline
+    """The ring."""
+    var exchange: Self.Peers
+    """Takes no room without peers."""
+    var end: UInt32
+    """Address of what follows."""
+
     @always_inline
-    def inbox(self) -> Int:
-        """Counts the bytes that peers send to a block.
+    def __init__(out self, data: UInt32):
+        """Divides shared memory.
 
-        Returns:
-            None without peers.
+        Args:
+            data: Its address.
         """
-        return (self.peers - 1) * self.rows() * self.own() * size_of[F32]()
+        var memory = SharedMemory(data)
+        comptime STAGE = Self.config.stage()
+        var stages = memory.take(Self.config.stages * STAGE)
+        self.pipeline = Pipeline(
+            stages, memory, stages=Int32(Self.config.stages), bytes=UInt32(STAGE)
+        )
+        var inbox = memory.take(Self.Peers.BYTES)
+        var barrier = memory.take(Barrier.BYTES if Self.config.peers > 1 else 0)
+        self.exchange = Self.Peers(inbox, Barrier(barrier))
+        self.end = memory.end
 
     @always_inline
-    def shared(self) -> Int:
-        """Counts the bytes of shared memory.
+    def init(self):
+        """Prepares the barriers, by one thread."""
+        self.pipeline.init[Self.config.stages](consumers=Self.config.groups)
+        comptime if Self.config.peers > 1:
+            self.exchange.barrier.init()
+        fence_barrier_init()
+        comptime if Self.config.peers > 1:
+            self.exchange.expect()
 
-        Returns:
-            The ring, its barriers, what peers send, and what aligning it may take.
-        """
-        var ring = self.stages * (self.stage() + Pipeline.BARRIERS)
-        return ring + self.inbox() + (Barrier.BYTES if self.peers > 1 else 0) + SWIZZLED
+
+comptime Warps[config: Config] = Roles[config.groups]
+"""Which warps of a block do what."""
+
+
+struct Maps:
+    """Which tensor map of a product is which; those of the next product follow."""
+
+    comptime X = 0
+    """Of the activations."""
+    comptime W = 1
+    """Of the filters."""
+    comptime Y = 2
+    """Of the result."""
+    comptime RESIDUAL = 3
+    """Of the residual."""
+    comptime COUNT = 4
+    """How many a product has."""
+    comptime X2 = Self.COUNT
+    """Of a second source's activations, where there is one product."""
+    comptime W2 = Self.COUNT + 1
+    """Of its filters."""
 
 
 def several(products: Int) -> String:
@@ -277,7 +321,7 @@ def several(products: Int) -> String:
 )
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(config.blocks),
 )
 def hopper_kernel[
@@ -289,7 +333,7 @@ def hopper_kernel[
     out: DType = dtype,
     right: DType = dtype,
 ](
-    maps: TensorMaps[4 * products + 2 * (sources - 1)],
+    maps: TensorMaps[Maps.COUNT * products + 2 * (sources - 1)],
     tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
 ):
@@ -314,53 +358,35 @@ def hopper_kernel[
     comptime assert not (
         config.split and epilogue.normed()
     ), "hopper_gemm: reduce_cluster has no whole rows"
-    var data = shared_memory["hopper_gemm"]()
-    var pipeline = Pipeline(
-        data,
-        data + UInt32(config.stages * config.stage()),
-        stages=Int32(config.stages),
-        bytes=UInt32(config.stage()),
-    )
-    comptime INBOX = config.stages * (config.stage() + Pipeline.BARRIERS)
-    var exchange = Exchange[config.columns, config.groups, config.peers](
-        data + UInt32(INBOX), Barrier(data + UInt32(INBOX + config.inbox()))
-    )
+    var storage = Storage[config](shared_memory["hopper_gemm"]())
     var t = Int32(thread_idx.x)
     if t == 0:
-        pipeline.init[config.stages](consumers=config.groups)
-        comptime if config.peers > 1:
-            exchange.barrier.init()
-        fence_barrier_init()
-        comptime if config.peers > 1:
-            exchange.expect()
-    sync_threads(0, UInt32(config.threads()))
+        storage.init()
+    sync_threads(0, UInt32(Warps[config].THREADS))
     comptime if config.peers > 1:
         cluster_arrive()  # a peer waits for this before it sends
 
     var start = problem.schedule.start[config.split, config.peers]()
-    if t // Int32(WARP) == Int32(4 * config.groups):
-        # One thread drives the copy engine.
-        if t % Int32(WARP) == 0:
+    if Warps[config].produces(t):
+        if Warps[config].drives(t):
             _produce[dtype, out, epilogue, config, sources](
-                maps.address(), problem, start, pipeline
+                maps.address(), problem, start, storage.pipeline
             )
     else:
         _consume[dtype, out, right, epilogue, config, sources](
-            maps.address(), tensors, problem, start, exchange, pipeline, Fragment(t)
+            maps.address(), tensors, problem, start, storage, Fragment(t)
         )
     comptime if config.split:
         var tile = problem.schedule.tile(start.tile)
         reduce_cluster[
-            out,
-            epilogue,
             rows=ROWS,
             columns=config.columns,
             pad=PAD,
-            threads=config.threads(),
+            threads=Warps[config].THREADS,
             sources=sources,
         ](
             tensors.of(tile.product),
-            data,
+            storage.pipeline.data,
             start,
             problem.schedule.splits,
             m0=tile.row * Int32(ROWS),
@@ -385,10 +411,10 @@ def _produce[
     var conv = problem.conv
     var schedule = problem.schedule
     var tile = schedule.tile(start.tile)
-    var x = TileLoader(maps, 4 * tile.product)
-    var w = TileLoader(maps, 4 * tile.product + 1)
-    var x2 = TileLoader(maps, 4)
-    var w2 = TileLoader(maps, 5)
+    var x = TileLoader(maps, Maps.COUNT * tile.product + Maps.X)
+    var w = TileLoader(maps, Maps.COUNT * tile.product + Maps.W)
+    var x2 = TileLoader(maps, Maps.X2)
+    var w2 = TileLoader(maps, Maps.W2)
     x.prefetch_descriptor()
     w.prefetch_descriptor()
     comptime if sources == 2:
@@ -413,8 +439,8 @@ def _produce[
     for number in work.turns():
         var unit = work.unit(number)
         tile = schedule.tile(unit.tile)
-        x = TileLoader(maps, 4 * tile.product)
-        w = TileLoader(maps, 4 * tile.product + 1)
+        x = TileLoader(maps, Maps.COUNT * tile.product + Maps.X)
+        w = TileLoader(maps, Maps.COUNT * tile.product + Maps.W)
         var m0 = tile.row * Int32(config.rows())
         f0 = tile.column * Int32(config.columns)
         var pixel = conv.pixel(m0)
@@ -451,7 +477,7 @@ def _produce[
             comptime if part >= OWN:
                 if unit.shared:
                     return
-            var residual = TileLoader(maps, 4 * tile.product + 3)
+            var residual = TileLoader(maps, Maps.COUNT * tile.product + Maps.RESIDUAL)
             load_residual[out, PART, joins=epilogue.joins, groups=config.groups, bytes=BOX](
                 pipeline, residual, f0 + Int32(part * PART), m0
             )
@@ -482,11 +508,10 @@ def _consume[
     dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: Config, sources: Int
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[out, ...],
+    tensors: EpilogueTensors[out, epilogue, _],
     problem: Problem[_],
     start: Start,
-    exchange: Exchange[config.columns, config.groups, config.peers],
-    at_start: Pipeline,
+    storage: Storage[config],
     at: Fragment,
 ):
     """Multiplies the stages of the tiles; finishes a tile, or leaves its sums in shared memory."""
@@ -501,7 +526,7 @@ def _consume[
 
     comptime if epilogue.normalizes:
         wait_on_dependent_grids()  # for the moments, which no copy brings
-    var pipeline = at_start
+    var pipeline = storage.pipeline
     var storing = Storing[PARTS]()
     for number in work.turns():
         var unit = work.unit(number)
@@ -531,15 +556,15 @@ def _consume[
         comptime if epilogue.normalizes:
             norm = moments.norm(tensors.norm[0], at)
         comptime if config.split:
-            leave_rows[COLUMNS, quads=size_of[out]() == 1](at_start.data, at, sums)
+            leave_rows[COLUMNS, quads=size_of[out]() == 1](storage.pipeline.data, at, sums)
             return
         if unit.shared:
             cluster_wait()
-            exchange.add(at, start.rank, sums)
+            storage.exchange.add(at, start.rank, sums)
             f0 += start.rank * Int32(config.own())
 
         var end = tensors.of(tile.product)
-        var y = TileStore(maps, 4 * tile.product + 2)
+        var y = TileStore(maps, Maps.COUNT * tile.product + Maps.Y)
         storing.begin(pipeline)
         var row_sums = RowSums()
         comptime for part in range(PARTS):
@@ -549,8 +574,6 @@ def _consume[
             pipeline.wait()
             var to = pipeline.stage() + group * UInt32(PART * ROWS * size_of[out]())
             finish_rows[
-                out,
-                epilogue,
                 PART,
                 first=part * PART,
                 pitch=ROWS * BOX,
@@ -619,9 +642,9 @@ def hopper_gemm[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    var maps = TensorMaps[4 * products]()
+    var maps = TensorMaps[Maps.COUNT * products]()
     comptime for i in range(products):
-        _add_maps[dtype, epilogue, config, 4 * i](ctx, maps, sizes[i], operands[i])
+        _add_maps[dtype, epilogue, config, Maps.COUNT * i](ctx, maps, sizes[i], operands[i])
     _enqueue[dtype, epilogue, config, products, 1, out, right](
         maps,
         EpilogueTensors[out, epilogue, products](operands, scales=scales, norm=norm),
@@ -667,8 +690,8 @@ def hopper_shortcut[
     comptime assert not epilogue.joins, "hopper_gemm: a second source is what is added"
     var maps = TensorMaps[6]()
     _add_maps[dtype, epilogue, config, 0](ctx, maps, g, o)
-    maps.maps[4] = im2col_map[dtype](ctx, more.x, beside, config.rows(), config.row)
-    maps.maps[5] = filter_map[right](ctx, more.w, beside, config.columns, config.row)
+    maps.maps[Maps.X2] = im2col_map[dtype](ctx, more.x, beside, config.rows(), config.row)
+    maps.maps[Maps.W2] = filter_map[right](ctx, more.w, beside, config.columns, config.row)
     var problem = _problem[dtype, config, 1]([g], splits, o.alpha)
     problem.steps2 = Int32(ceildiv(beside.c, WIDTH))
     problem.stride2_h, problem.stride2_w = Int32(beside.stride_h), Int32(beside.stride_w)
@@ -713,12 +736,12 @@ def _add_maps[
 ](ctx: DeviceContext, mut maps: TensorMaps[_], g: Geometry, o: Operands[dtype, _, _]) raises:
     """Makes the tensor maps of a product: of x, w, y and the residual."""
     var m = g.pixels()
-    maps.maps[at] = pixels_map[dtype](ctx, o.x, g, config.rows(), config.row)
-    maps.maps[at + 1] = filter_map[o.right](ctx, o.w, g, config.columns, config.row)
+    maps.maps[at + Maps.X] = pixels_map[dtype](ctx, o.x, g, config.rows(), config.row)
+    maps.maps[at + Maps.W] = filter_map[o.right](ctx, o.w, g, config.columns, config.row)
     comptime BOX = config.box[o.out]()
-    maps.maps[at + 2] = matrix_map[o.out](ctx, o.y, rows=m, columns=g.f, box=ROWS, bytes=BOX)
+    maps.maps[at + Maps.Y] = matrix_map[o.out](ctx, o.y, rows=m, columns=g.f, box=ROWS, bytes=BOX)
     comptime if epilogue.joins:
-        maps.maps[at + 3] = matrix_map[o.out](
+        maps.maps[at + Maps.RESIDUAL] = matrix_map[o.out](
             ctx, o.residual, rows=m, columns=g.f, box=ROWS, bytes=BOX
         )
 
@@ -749,7 +772,7 @@ def _enqueue[
     out: DType = dtype,
     right: DType = dtype,
 ](
-    maps: TensorMaps[4 * products + 2 * (sources - 1)],
+    maps: TensorMaps[Maps.COUNT * products + 2 * (sources - 1)],
     tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
     ctx: DeviceContext,
@@ -761,7 +784,7 @@ def _enqueue[
         tensors,
         problem,
         grid_dim=problem.schedule.blocks[config.split, config.peers](resident),
-        block_dim=config.threads(),
+        block_dim=Warps[config].THREADS,
         cluster_dim=Dim(Int(problem.schedule.splits)),
-        shared=config.shared(),
+        shared=Storage[config].BYTES,
     )

@@ -42,20 +42,17 @@ from ..hopper.mma import BOX, ROWS, SUM, Matrix, mma
 from ..hopper.moments import Norm, RowMoments, RowNorm
 from ..hopper.pipeline import OrderedSequence, Pipeline
 from ..hopper.ptx import (
-    PRODUCER_REGISTERS,
-    consumer_registers,
     fence_barrier_init,
-    registers_give,
-    registers_take,
     stores_read,
     sync_threads,
 )
-from ..hopper.shared import ROW, SWIZZLED, WARPGROUP, block_memory, shared_memory
+from ..hopper.roles import GIVING, Roles
+from ..hopper.shared import ROW, SWIZZLED, SharedMemory, block_memory, shared_memory
 from ..hopper.store import BoxRing, store_boxes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
 from ..operands import Operands, Scales, dtypes
-from .hopper import filter_map, several
+from .hopper import Maps, filter_map, several
 
 comptime SHARED = block_memory()
 """Bytes of shared memory of a block, its alignment among them."""
@@ -63,6 +60,8 @@ comptime BARRIERS = 1024
 """Bytes of all barriers."""
 comptime ROOM = SHARED - SWIZZLED - BARRIERS
 """Bytes for the filters and the ring."""
+comptime MAPS = 3
+"""Tensor maps of a product: it has no residual."""
 comptime FEWEST = 5
 """Stages of the ring at least."""
 comptime MOST = 24
@@ -93,15 +92,6 @@ struct PingPong(TrivialRegisterPassable):
             Consumers, and pixels and filters of each one's tile.
         """
         return String(t"{self.groups}x{ROWS}x{self.columns}")
-
-    @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
-
-        Returns:
-            A warpgroup for each consumer, and the producer's.
-        """
-        return WARPGROUP * (self.groups + 1)
 
     @always_inline
     def row[dtype: DType](self) -> Int:
@@ -180,12 +170,16 @@ struct PingPong(TrivialRegisterPassable):
         return not epilogue.joins and self.room(steps) >= FEWEST + self.groups
 
 
+comptime Warps[config: PingPong] = Roles[config.groups, GIVING]
+"""Which warps of a block do what."""
+
+
 @__name(
     t"gemm_pingpong_{config.label()}_{epilogue.label()}{several(products)}_{dtypes[dtype, out, right]()}"
 )
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def pingpong_kernel[
@@ -196,7 +190,7 @@ def pingpong_kernel[
     out: DType = dtype,
     right: DType = dtype,
 ](
-    maps: TensorMaps[3 * products],
+    maps: TensorMaps[MAPS * products],
     tensors: EpilogueTensors[out, epilogue, products],
     problem: Problem[products],
     stages: Int32,
@@ -221,28 +215,26 @@ def pingpong_kernel[
     """
     comptime assert not epilogue.joins, "pingpong_gemm: a residual has no box"
     comptime W_BYTES = config.columns * ROW
-    var data = shared_memory["gemm_pingpong"]()
+    var memory = SharedMemory(shared_memory["gemm_pingpong"]())
     var steps = problem.steps()
-    var ring = data + UInt32(steps * Int32(W_BYTES))
-    var results = ring + UInt32(stages * Int32(BOX))
-    var barriers = results + UInt32(boxes * Int32(config.groups * BOX))
-    var filters = Pipeline(data, barriers, stages=steps, bytes=UInt32(W_BYTES))
-    barriers += UInt32(steps * Int32(Pipeline.BARRIERS))
-    var pipeline = Pipeline(ring, barriers, stages=stages, bytes=UInt32(BOX))
+    var of_filters = memory.take(UInt32(steps * Int32(W_BYTES)))
+    var ring = memory.take(UInt32(stages * Int32(BOX)))
+    var results = memory.take(UInt32(boxes * Int32(config.groups * BOX)))
+    var filters = Pipeline(of_filters, memory, stages=steps, bytes=UInt32(W_BYTES))
+    var pipeline = Pipeline(ring, memory, stages=stages, bytes=UInt32(BOX))
     var t = Int32(thread_idx.x)
     if t == 0:
         filters.init(consumers=1)
         pipeline.init(consumers=1)
         fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
+    sync_threads(0, UInt32(Warps[config].THREADS))
     launch_dependent_grids()
-    if t // Int32(WARPGROUP) == Int32(config.groups):
-        registers_give[PRODUCER_REGISTERS]()
-        # One thread drives the copy engine.
-        if t % Int32(WARPGROUP) == 0:
+    if Warps[config].produces(t):
+        Warps[config].give_registers()
+        if Warps[config].drives(t):
             _produce[dtype, config](maps.address(), problem, filters, pipeline)
     else:
-        registers_take[consumer_registers(config.groups)]()
+        Warps[config].take_registers()
         _consume[dtype, out, right, epilogue, config](
             maps.address(), tensors, problem, filters, pipeline, results, boxes, Fragment(t)
         )
@@ -259,8 +251,8 @@ def _produce[
     var steps = problem.steps()
     var tiles = schedule.stationary()
     var tile = schedule.tile(tiles.first)
-    var x = TileLoader(maps, 3 * tile.product)
-    var w = TileLoader(maps, 3 * tile.product + 1)
+    var x = TileLoader(maps, MAPS * tile.product + Maps.X)
+    var w = TileLoader(maps, MAPS * tile.product + Maps.W)
     x.prefetch_descriptor()
     w.prefetch_descriptor()
     if problem.constant == 0:
@@ -302,7 +294,7 @@ def _consume[
     dtype: DType, out: DType, right: DType, epilogue: Epilogue, config: PingPong
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[out, ...],
+    tensors: EpilogueTensors[out, epilogue, _],
     problem: Problem[_],
     filters: Pipeline,
     at_start: Pipeline,
@@ -323,7 +315,7 @@ def _consume[
     var tiles = schedule.stationary()
     var product = schedule.tile(tiles.first).product
     var end = tensors.of(product)
-    var y = TileStore(maps, 3 * product + 2)
+    var y = TileStore(maps, MAPS * product + Maps.Y)
 
     comptime if epilogue.normalizes:
         wait_on_dependent_grids()  # for the moments, which no copy brings
@@ -374,7 +366,7 @@ def _consume[
         comptime for part in range(RESULTS):
             comptime column = part * WIDTH
             var to = own_boxes.acquire(own, leads)
-            finish_rows[out, epilogue, WIDTH, first=column, pitch=BOX, bytes=config.row[out]()](
+            finish_rows[WIDTH, first=column, pitch=BOX, bytes=config.row[out]()](
                 to,
                 at,
                 sums,
@@ -426,12 +418,12 @@ def pingpong_gemm[
     Raises:
         If a tensor map cannot be made or the launch fails.
     """
-    var maps = TensorMaps[3 * products]()
+    var maps = TensorMaps[MAPS * products]()
     comptime for i in range(products):
         var g, o = sizes[i], operands[i]
-        maps.maps[3 * i] = pixels_map[dtype](ctx, o.x, g, ROWS)
-        maps.maps[3 * i + 1] = filter_map[right](ctx, o.w, g, config.columns)
-        maps.maps[3 * i + 2] = matrix_map[out](
+        maps.maps[MAPS * i + Maps.X] = pixels_map[dtype](ctx, o.x, g, ROWS)
+        maps.maps[MAPS * i + Maps.W] = filter_map[right](ctx, o.w, g, config.columns)
+        maps.maps[MAPS * i + Maps.Y] = matrix_map[out](
             ctx, o.y, rows=g.pixels(), columns=g.f, box=ROWS, bytes=config.row[out]()
         )
     var problem = Problem[products](
@@ -454,6 +446,6 @@ def pingpong_gemm[
         Int32(config.stages[out](steps)),
         Int32(config.boxes[out](steps)),
         grid_dim=problem.schedule.blocks(blocks),
-        block_dim=config.threads(),
+        block_dim=Warps[config].THREADS,
         shared=SHARED,
     )

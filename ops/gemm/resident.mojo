@@ -48,7 +48,8 @@ from ..hopper.moments import Norm
 from ..hopper.pipeline import Pipeline
 from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
+from ..hopper.roles import Roles
+from ..hopper.shared import ROW, SWIZZLED, WARP, block_memory, shared_memory
 from ..hopper.tile import TileBlock, TileConfig, TilePlan, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepCounter, produce_pixels
@@ -69,22 +70,14 @@ multiprocessors: CvT-13 at batch 1 takes 0.265 ms without this minimum, 0.262 wi
 """
 
 
-def threads(config: TileConfig) -> Int:
-    """Counts the threads of a block.
-
-    Args:
-        config: The tile.
-
-    Returns:
-        A warpgroup for each consumer, and a warp for each of x and w.
-    """
-    return WARPGROUP * config.groups + 2 * WARP
+comptime Warps[config: TileConfig] = Roles[config.groups, 2]
+"""Which warps of a block do what: the producers bring w, and x."""
 
 
 @__name(t"gemm_resident_{config.label()}_{epilogue.label()}{several(products)}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(threads(config))),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(BLOCKS),
 )
 def resident_kernel[
@@ -109,13 +102,13 @@ def resident_kernel[
         problem: Sizes.
         plan: How shared memory is divided.
     """
-    comptime CONSUMERS = Int32(WARPGROUP * config.groups)
+    comptime CONSUMERS = Int32(Warps[config].MULTIPLYING)
     var t = Int32(thread_idx.x)
     var block = TileBlock(shared_memory["gemm_resident"](), problem, plan)
     var tile = block.tile
     if t == 0:
         block.init(problem, plan.box)
-    sync_threads(0, UInt32(threads(config)))
+    sync_threads(0, UInt32(Warps[config].THREADS))
     comptime if config.split:
         cluster_arrive()
 
@@ -127,7 +120,7 @@ def resident_kernel[
         if t < Int32(config.columns):
             block.load_bias(t, of, problem.filters)
         sync_threads(1, UInt32(CONSUMERS))
-        consume_tile[epilogue](block, steps, of, problem, plan.box, Fragment(t))
+        consume_tile(block, steps, of, problem, plan.box, Fragment(t))
     elif t == CONSUMERS:
         if problem.constant == 0:
             wait_on_dependent_grids()
@@ -238,7 +231,7 @@ def resident_gemm[
         problem,
         plan,
         grid_dim=Int(problem.schedule.tiles) * splits,
-        block_dim=threads(config),
+        block_dim=Warps[config].THREADS,
         cluster_dim=Dim(splits),
         shared=max(plan.bytes() + SWIZZLED + POOLED, LEAST),
         most_shared=ROOM,

@@ -56,13 +56,21 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
+from ..hopper.roles import Roles
+from ..hopper.shared import (
+    ROW,
+    WARPGROUP,
+    SharedMemory,
+    block_memory,
+    bytes_until,
+    shared_memory,
+)
 from ..hopper.store import StoringStage, sync_writes
 from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data, Operands, Scales, dtypes
-from .hopper import filter_map
+from .hopper import Maps, filter_map
 
 comptime CONSUMERS = 2
 """Warpgroups that multiply."""
@@ -70,6 +78,10 @@ comptime BOXES = 2
 """Boxes of pixels in shared memory."""
 comptime MEMORY = block_memory()
 """Bytes of shared memory that a block may have."""
+
+
+comptime Warps[epilogue: Epilogue] = Roles[CONSUMERS, 3 if epilogue.joins else 2]
+"""Which warps of a block do what: the producers bring boxes, filters and residuals."""
 
 
 struct TurnedConfig(TrivialRegisterPassable):
@@ -163,18 +175,6 @@ struct TurnedConfig(TrivialRegisterPassable):
         """
         return self.stored_rows() * self.pitch
 
-    @always_inline
-    def threads(self, epilogue: Epilogue) -> Int:
-        """Counts the threads of a block.
-
-        Args:
-            epilogue: What the sums go through.
-
-        Returns:
-            The consumers', and a warp for each of boxes, filters and residuals.
-        """
-        return CONSUMERS * WARPGROUP + (3 if epilogue.joins else 2) * WARP
-
 
 struct TurnedPlan[config: TurnedConfig](KernelArgument, TrivialRegisterPassable):
     """How K is walked through, and shared memory divided.
@@ -213,20 +213,18 @@ struct TurnedPlan[config: TurnedConfig](KernelArgument, TrivialRegisterPassable)
             self.box, self.columns = narrow, 1
         self.parts = Int32(g.s) // self.columns
         self.taps = Int32(g.r) * self.columns
-        var room = MEMORY - SWIZZLED - CONSUMERS * (Self.config.result() + Pipeline.BARRIERS)
-        room -= BOXES * (Int(self.box.bytes) + Pipeline.BARRIERS)
+        self.stages = 0
+        var room = MEMORY - self.bytes()
         var most = room // (Self.config.filters * Self.config.row + Pipeline.BARRIERS)
         self.stages = Int32(min(g.r * g.s * chunks, most))
 
     def bytes(self) -> Int:
-        """Counts the bytes of shared memory.
+        """Counts the bytes of shared memory that a launch asks for.
 
         Returns:
-            What `TurnedStorage` divides, and what aligning it may take.
+            Those of `TurnedStorage`.
         """
-        var w = Int(self.stages) * (Self.config.filters * Self.config.row + Pipeline.BARRIERS)
-        var x = BOXES * (Int(self.box.bytes) + Pipeline.BARRIERS)
-        return SWIZZLED + w + x + CONSUMERS * (Self.config.result() + Pipeline.BARRIERS)
+        return bytes_until(TurnedStorage(0, self).end)
 
 
 struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
@@ -242,6 +240,8 @@ struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
     """Boxes of pixels."""
     var y: Pipeline
     """A stage for the residual and the result of each consumer."""
+    var end: UInt32
+    """Address of what follows."""
 
     @always_inline
     def __init__(out self, data: UInt32, plan: TurnedPlan[Self.config]):
@@ -253,14 +253,14 @@ struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
         """
         comptime W = UInt32(Self.config.filters * Self.config.row)
         comptime Y = UInt32(Self.config.result())
-        var x = data + UInt32(plan.stages) * W
-        var y = x + UInt32(BOXES) * UInt32(plan.box.bytes)
-        var barriers = y + CONSUMERS * Y
-        self.x = Pipeline(x, barriers, stages=Int32(BOXES), bytes=UInt32(plan.box.bytes))
-        barriers += UInt32(BOXES * Pipeline.BARRIERS)
-        self.y = Pipeline(y, barriers, stages=CONSUMERS, bytes=Y)
-        barriers += UInt32(CONSUMERS * Pipeline.BARRIERS)
-        self.w = Pipeline(data, barriers, stages=plan.stages, bytes=W)
+        var memory = SharedMemory(data)
+        var w = memory.take(UInt32(plan.stages) * W)
+        var x = memory.take(UInt32(BOXES) * UInt32(plan.box.bytes))
+        var y = memory.take(CONSUMERS * Y)
+        self.x = Pipeline(x, memory, stages=Int32(BOXES), bytes=UInt32(plan.box.bytes))
+        self.y = Pipeline(y, memory, stages=CONSUMERS, bytes=Y)
+        self.w = Pipeline(w, memory, stages=plan.stages, bytes=W)
+        self.end = memory.end
 
     @always_inline
     def init(self):
@@ -274,13 +274,13 @@ struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
 @__name(t"gemm_turned_{config.label()}_{epilogue.label()}_{dtypes[dtype, dtype, right]()}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads(epilogue))),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[epilogue].THREADS)),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def turned_kernel[
     dtype: DType, epilogue: Epilogue, config: TurnedConfig, right: DType = dtype
 ](
-    maps: TensorMaps[4],
+    maps: TensorMaps[Maps.COUNT],
     tensors: EpilogueTensors[dtype, epilogue],
     problem: Problem[1],
     plan: TurnedPlan[config],
@@ -303,21 +303,21 @@ def turned_kernel[
     var t = Int32(thread_idx.x)
     if t == 0:
         storage.init()
-    sync_threads(0, UInt32(config.threads(epilogue)))
+    sync_threads(0, UInt32(Warps[epilogue].THREADS))
     launch_dependent_grids()
 
-    var warp = t // Int32(WARP) - Int32(CONSUMERS * WARPGROUP // WARP)
-    if warp < 0:
+    var producer = Warps[epilogue].producer(t)
+    if producer < 0:
         _consume[epilogue, right](maps.address(), tensors, problem, plan, storage, Fragment(t))
-    elif t % Int32(WARP) == 0:
-        if warp == 0:
-            _produce_boxes[dtype](TileLoader(maps.address()), problem, plan, storage.x)
-        elif warp == 1:
+    elif Warps[epilogue].drives(t):
+        if producer == 0:
+            _produce_boxes[dtype](TileLoader(maps.address(), Maps.X), problem, plan, storage.x)
+        elif producer == 1:
             if problem.constant == 0:
                 wait_on_dependent_grids()
-            _produce_filters[dtype](TileLoader(maps.address(), 1), problem, plan, storage.w)
+            _produce_filters[dtype](TileLoader(maps.address(), Maps.W), problem, plan, storage.w)
         else:
-            _produce_residuals(TileLoader(maps.address(), 3), problem, plan, storage.y)
+            _produce_residuals(TileLoader(maps.address(), Maps.RESIDUAL), problem, plan, storage.y)
 
 
 @always_inline
@@ -412,7 +412,7 @@ def _consume[
     var group = at.group()
     var leads = at.leads()
     var own = OrderedSequence.own_barrier(group, CONSUMERS)
-    var y = TileStore(maps, 2)
+    var y = TileStore(maps, Maps.Y)
     var schedule = problem.schedule
     var worker = group if config.turns() else 0
     var boxes = problem.conv.chunks * plan.parts
@@ -494,9 +494,7 @@ def _consume[
         comptime for i in range(COLUMNS // 2):
             filled[i] = sums[i]
         comptime if epilogue.scales:
-            finish_byte_columns[dtype, epilogue, config.stored()](
-                result.stage(), at, filled, of, tensors
-            )
+            finish_byte_columns[config.stored()](result.stage(), at, filled, of, tensors)
         else:
             finish_columns[dtype, epilogue, config.stored(), 0](
                 result.stage(), at, filled, problem.alpha, bias
@@ -567,12 +565,12 @@ def turned_gemm[
     comptime WIDTH = config.row // size_of[dtype]()
     var chunks = ceildiv(g.c, WIDTH)
     var plan = TurnedPlan[config](g, chunks=chunks)
-    var maps = TensorMaps[4]()
-    maps.maps[0] = box_map[dtype](ctx, o.x, g, plan.box, config.row)
-    maps.maps[1] = filter_map[right](ctx, o.w, g, config.filters, config.row)
-    maps.maps[2] = _result_map(ctx, o.y, g, plan.box)
+    var maps = TensorMaps[Maps.COUNT]()
+    maps.maps[Maps.X] = box_map[dtype](ctx, o.x, g, plan.box, config.row)
+    maps.maps[Maps.W] = filter_map[right](ctx, o.w, g, config.filters, config.row)
+    maps.maps[Maps.Y] = _result_map(ctx, o.y, g, plan.box)
     comptime if epilogue.joins:
-        maps.maps[3] = _result_map(ctx, o.residual, g, plan.box)
+        maps.maps[Maps.RESIDUAL] = _result_map(ctx, o.residual, g, plan.box)
     var problem = Problem[1](
         [g],
         rows=config.pixels,
@@ -589,7 +587,7 @@ def turned_gemm[
         problem,
         plan,
         grid_dim=problem.schedule.blocks(Device(ctx).multiprocessors),
-        block_dim=config.threads(epilogue),
+        block_dim=Warps[epilogue].THREADS,
         shared=plan.bytes(),
         most_shared=MEMORY,
     )

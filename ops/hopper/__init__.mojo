@@ -2,7 +2,8 @@
 
     ptx          the instructions, one function each
     barrier      a barrier in shared memory: arrivals, and the bytes that copies bring
-    shared       a block's shared memory, and its 128-byte swizzle
+    shared       a block's shared memory, how it is divided, and its 128-byte swizzle
+    roles        which warps of a block multiply, and which bring what is multiplied
     pipeline     a ring of stages between a producer and consumers
     tma          tensor maps, and what copies tiles through them
     mma          wgmma: matrix descriptors, and products of a stage

@@ -297,6 +297,7 @@ def leave_columns[
 def reduce_cluster[
     dtype: DType,
     epilogue: Epilogue,
+    //,
     *,
     rows: Int,
     columns: Int,
@@ -304,7 +305,7 @@ def reduce_cluster[
     threads: Int,
     sources: Int = 1,
 ](
-    tensors: EpilogueTensors[dtype, _, 1],
+    tensors: EpilogueTensors[dtype, epilogue, 1],
     data: UInt32,
     start: Start,
     splits: Int32,
@@ -337,9 +338,6 @@ def reduce_cluster[
         f: Columns of the product.
         alpha: Scale of the product.
     """
-    comptime assert (
-        tensors.epilogue.scales == epilogue.scales
-    ), "reduce_cluster: the scales of the epilogue"
     comptime assert columns % 8 == 0, "reduce_cluster: a thread takes 8 columns"
     comptime ALIGN = min(16, 8 * size_of[dtype]())
     comptime PITCH = (columns + pad) * 4

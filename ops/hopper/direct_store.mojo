@@ -230,8 +230,10 @@ struct Outputs[count: Int](TrivialRegisterPassable):
 
     @always_inline
     def load_residual[
-        dtype: DType, epilogue: Epilogue
-    ](self, tensors: EpilogueTensors[dtype, _, 1]) -> StaticTuple[SIMD[dtype, 2], Self.count]:
+        dtype: DType, epilogue: Epilogue, //
+    ](self, tensors: EpilogueTensors[dtype, epilogue, 1]) -> StaticTuple[
+        SIMD[dtype, 2], Self.count
+    ]:
         """Reads the residual ahead: before its sums are there.
 
         Parameters:
@@ -256,11 +258,11 @@ struct Outputs[count: Int](TrivialRegisterPassable):
 
 @always_inline
 def finish_pairs[
-    dtype: DType, epilogue: Epilogue, count: Int
+    dtype: DType, epilogue: Epilogue, count: Int, //
 ](
     to: Outputs[count],
     at: Fragment,
-    tensors: EpilogueTensors[dtype, _, 1],
+    tensors: EpilogueTensors[dtype, epilogue, 1],
     sums: StaticTuple[Float32, _],
     alpha: Float32,
     bias: UInt32,
@@ -339,11 +341,11 @@ def _finished[
 
 @always_inline
 def pool_pairs[
-    dtype: DType, epilogue: Epilogue, count: Int
+    dtype: DType, epilogue: Epilogue, count: Int, //
 ](
     to: Outputs[count],
     at: Fragment,
-    tensors: EpilogueTensors[dtype, _, 1],
+    tensors: EpilogueTensors[dtype, epilogue, 1],
     sums: StaticTuple[Float32, _],
     alpha: Float32,
     bias: UInt32,

@@ -19,7 +19,7 @@ from std.utils.static_tuple import StaticTuple
 
 from ..epilogue import Channels, Epilogue, apply
 from ..kernel_argument import KernelArgument
-from ..operands import F32, Data, Operands, Scales, narrowed, stored, widened
+from ..operands import F32, Data, Operands, Scales, narrowed, widened
 from .accumulator import Fragment, Sums, load_16x16, pair, quad, store_16x16, sums_16x16
 from .moments import Norm, RowNorm
 from .pipeline import Pipeline
@@ -201,8 +201,7 @@ struct EpilogueTensors[dtype: DType, epilogue: Epilogue = Epilogue("none"), prod
             The nearest; if the epilogue rescales, to what they are in steps of y.
         """
         comptime if Self.epilogue.rescales[Self.dtype]():
-            var result = self.scales[0].result
-            return stored[Self.dtype](y * (1 / result.scale), result.zero)
+            return self.scales[0].result.rounded[Self.dtype](y)
         else:
             return narrowed[Self.dtype](y)
 
@@ -264,9 +263,9 @@ struct EpilogueTensors[dtype: DType, epilogue: Epilogue = Epilogue("none"), prod
 @always_inline
 def finish_rows[
     sum: DType,
-    //,
     dtype: DType,
     epilogue: Epilogue,
+    //,
     columns: Int,
     *,
     first: Int = 0,
@@ -279,7 +278,7 @@ def finish_rows[
     at: Fragment,
     sums: StaticTuple[Scalar[sum], _],
     alpha: Float32,
-    tensors: EpilogueTensors[dtype, _, 1],
+    tensors: EpilogueTensors[dtype, epilogue, 1],
     f0: Int32,
     f: Int32,
     *,
@@ -310,12 +309,6 @@ def finish_rows[
         f: Filters of the result; the bias of others is not read.
         norm: Of the thread's two rows, if the epilogue normalises.
     """
-    comptime assert (
-        tensors.epilogue.scales == epilogue.scales
-    ), "finish_rows: the scales of the epilogue"
-    comptime assert (
-        tensors.epilogue.normed() == epilogue.normed()
-    ), "finish_rows: the norm of the epilogue"
     comptime assert not (by_row and epilogue.scales), "finish_rows: columns have scales, not rows"
     comptime assert size_of[dtype]() > 1 or not by_row, "finish_rows: quads are columns"
     comptime WIDTH = bytes // size_of[dtype]()
@@ -448,13 +441,13 @@ def finish_columns[
 
 @always_inline
 def finish_byte_columns[
-    sum: DType, //, dtype: DType, epilogue: Epilogue, columns: Int
+    sum: DType, dtype: DType, epilogue: Epilogue, //, columns: Int
 ](
     to: UInt32,
     at: Fragment,
     sums: StaticTuple[Scalar[sum], _],
     of: Channels[2],
-    tensors: EpilogueTensors[dtype, _, 1],
+    tensors: EpilogueTensors[dtype, epilogue, 1],
 ):
     """Finishes `columns` columns of 64 rows, turned over: each becomes 64 bytes of shared memory.
 
@@ -475,9 +468,6 @@ def finish_byte_columns[
     """
     comptime assert size_of[dtype]() == 1, "finish_byte_columns: numbers have 8 bits"
     comptime assert columns % 32 == 0, "finish_byte_columns: a lane has a row of each 32"
-    comptime assert (
-        tensors.epilogue.scales == epilogue.scales
-    ), "finish_byte_columns: the scales of the epilogue"
     comptime BYTES = ROW // 2
     var lane = UInt32(at.lane())
     var mine = to + lane * UInt32(BYTES) + swizzle[BYTES](UInt32(at.warp() * 16), lane)

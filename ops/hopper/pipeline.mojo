@@ -19,7 +19,7 @@ from max.gpu import thread_idx
 
 from .barrier import Barrier
 from .ptx import arrive_threads, fence_barrier_init, sync_threads
-from .shared import WARPGROUP
+from .shared import WARPGROUP, SharedMemory, bytes_until
 
 
 struct Pipeline(TrivialRegisterPassable):
@@ -75,16 +75,57 @@ struct Pipeline(TrivialRegisterPassable):
         self.index = self.phase = 0
         self.prefetched = 0
 
+    @always_inline
+    def __init__(
+        out self,
+        data: UInt32,
+        mut memory: SharedMemory,
+        *,
+        stages: Int32,
+        bytes: UInt32,
+        parts: Int = 1,
+        rings: Int = 1,
+    ):
+        """Takes room for the barriers of a ring, or of several which follow one another.
+
+        Args:
+            data: Address of the stages; those of the next ring follow.
+            memory: What the barriers are taken from.
+            stages: How many stages each ring has.
+            bytes: From a stage to the next.
+            parts: How many parts of a stage have a `full` of their own.
+            rings: How many rings there are; `of_consumer` finds those behind the first.
+        """
+        self = Self(data, memory.end, stages=stages, bytes=bytes, parts=Int32(parts))
+        var each = Self.BARRIERS + (parts - 1) * Self.PART
+        _ = memory.take(UInt32(rings * each) * UInt32(stages))
+
+    @staticmethod
+    def block_bytes(*, stages: Int, bytes: Int) -> Int:
+        """Counts the bytes of shared memory of a block that has nothing but a ring.
+
+        Args:
+            stages: How many stages there are.
+            bytes: From a stage to the next.
+
+        Returns:
+            What `of_block` divides, and what aligning it may take.
+        """
+        var memory = SharedMemory(0)
+        var data = memory.take(stages * bytes)
+        _ = Self(data, memory, stages=Int32(stages), bytes=UInt32(bytes))
+        return bytes_until(memory.end)
+
     @staticmethod
     @always_inline
-    def of_block[stages: Int](data: UInt32, *, bytes: Int, consumers: Int, threads: Int) -> Self:
-        """Makes the only ring of a block, its barriers behind its stages, by all threads.
+    def of_block[stages: Int](first: UInt32, *, bytes: Int, consumers: Int, threads: Int) -> Self:
+        """Makes the only ring of a block, by all threads.
 
         Parameters:
             stages: How many stages there are.
 
         Args:
-            data: Address of the stages.
+            first: Address of the block's shared memory.
             bytes: From a stage to the next.
             consumers: How many arrivals release a stage.
             threads: Of the block; they meet.
@@ -92,9 +133,9 @@ struct Pipeline(TrivialRegisterPassable):
         Returns:
             The ring, its barriers prepared.
         """
-        var ring = Self(
-            data, data + UInt32(stages * bytes), stages=Int32(stages), bytes=UInt32(bytes)
-        )
+        var memory = SharedMemory(first)
+        var data = memory.take(stages * bytes)
+        var ring = Self(data, memory, stages=Int32(stages), bytes=UInt32(bytes))
         if thread_idx.x == 0:
             ring.init[stages](consumers=consumers)
             fence_barrier_init()
@@ -141,6 +182,23 @@ struct Pipeline(TrivialRegisterPassable):
         view.data += at
         view.full += 8 * number * self.stages
         return view
+
+    @always_inline
+    def of_consumer(self, number: UInt32) -> Self:
+        """Finds a consumer's ring, where each has one of its own: stages and barriers lie consumer by consumer.
+
+        Args:
+            number: Of the consumer; this ring is that of the first, 0.
+
+        Returns:
+            Its ring.
+        """
+        var ring = self
+        ring.data += number * (self.stages * self.bytes)
+        var barriers = number * (self.stages * UInt32(Self.BARRIERS))
+        ring.full += barriers
+        ring.empty += barriers
+        return ring
 
     @always_inline
     def stage(self) -> UInt32:

@@ -6,12 +6,8 @@ Shared memory is named by its 32-bit address, barriers too; barrier.mojo has wha
 from std.sys import _RegisterPackType
 from std.sys._assembly import inlined_assembly
 
-from .shared import WARPGROUP
-
 comptime NOTHING = NoneType
 """What an instruction without a result gives."""
-comptime PRODUCER_REGISTERS = 24
-"""Registers that a thread keeps of a producer's warpgroup that only drives the copy engine."""
 
 
 @always_inline
@@ -652,21 +648,6 @@ def mma_sync_short[
         has_side_effect=False,
     ](a[0], a[1], b, c[0], c[1], c[2], c[3])
     return SIMD[DType.float32, 4](d[0], d[1], d[2], d[3])
-
-
-@always_inline
-def consumer_registers(groups: Int) -> Int:
-    """Counts the registers that consumers can take beside a producer's warpgroup.
-
-    Args:
-        groups: Consumers, a warpgroup each.
-
-    Returns:
-        Of a thread: what threads of the producer that keep `PRODUCER_REGISTERS` leave of those that the
-        block is launched with.
-    """
-    var each = 65536 // (WARPGROUP * (groups + 1)) // 8 * 8
-    return min((each * (groups + 1) - PRODUCER_REGISTERS) // groups // 8 * 8, 240)
 
 
 @always_inline

@@ -1,4 +1,9 @@
-"""A block's shared memory, and the order of 16-byte chunks in its rows of 128 bytes."""
+"""A block's shared memory, how a kernel divides it, and the order of 16-byte chunks in rows of 128 bytes.
+
+What a kernel has there is a struct, its storage (CUTLASS's SharedStorage). The struct's `__init__` takes one part
+after another from a `SharedMemory`. The kernel makes it from `shared_memory` on. The host makes it at address 0 and
+asks for `bytes_until` its end, so what a launch asks for and what the kernel divides can't differ.
+"""
 
 from max.gpu.memory import AddressSpace, external_memory
 
@@ -44,6 +49,52 @@ def shared_memory[name: StaticString]() -> UInt32:
         UInt8, address_space=AddressSpace.SHARED, alignment=SWIZZLED, name=name
     ]()
     return (UInt32(Int(memory)) + UInt32(SWIZZLED - 1)) & ~UInt32(SWIZZLED - 1)
+
+
+@fieldwise_init
+struct SharedMemory(TrivialRegisterPassable):
+    """Divides shared memory into parts that follow one another."""
+
+    var end: UInt32
+    """Address behind the last part."""
+
+    @always_inline
+    def take(mut self, bytes: UInt32) -> UInt32:
+        """Takes the next part.
+
+        Args:
+            bytes: How many; stages are taken first, as they begin at multiples of `SWIZZLED`.
+
+        Returns:
+            Its address.
+        """
+        var part = self.end
+        self.end += bytes
+        return part
+
+    @always_inline
+    def take(mut self, bytes: Int) -> UInt32:
+        """Takes the next part.
+
+        Args:
+            bytes: How many.
+
+        Returns:
+            Its address.
+        """
+        return self.take(UInt32(bytes))
+
+
+def bytes_until(end: UInt32) -> Int:
+    """Counts the bytes that a launch asks for.
+
+    Args:
+        end: Where a storage at address 0 ends.
+
+    Returns:
+        These, and what aligning the first may take.
+    """
+    return Int(end) + SWIZZLED
 
 
 @always_inline

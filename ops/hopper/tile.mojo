@@ -31,7 +31,7 @@ from .pipeline import Pipeline
 from .pixel_box import PixelBox
 from .ptx import cluster_wait, fence_barrier_init, shared_store_float
 from .scheduler import Share, Tile
-from .shared import ROW, WARP
+from .shared import ROW, WARP, SharedMemory
 from .window import Steps, ring_stages
 
 
@@ -89,8 +89,6 @@ struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
         Self.config.columns, Self.config.groups
     ].BYTES if Self.config.split else 0
     """Bytes that a cluster's blocks send to one of them."""
-    comptime ENDS = Self.INBOX + Barrier.BYTES + 4 * Self.config.columns
-    """Bytes of all but the rings."""
 
     var box: PixelBox[Self.config.rows()]
     """What a stage of activations holds."""
@@ -110,6 +108,7 @@ struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
             room: Bytes to be divided.
         """
         self.box = PixelBox[Self.config.rows()](g)
+        self.x_stages = self.w_stages = 0
         var stages = ring_stages(
             self.box,
             taps=g.r * g.s,
@@ -117,7 +116,7 @@ struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
             splits=splits,
             filters=Self.W_BYTES,
             least=least,
-            room=room - Self.ENDS,
+            room=room - self.bytes(),
         )
         self.x_stages, self.w_stages = Int32(stages[0]), Int32(stages[1])
 
@@ -127,8 +126,7 @@ struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
         Returns:
             What `TileBlock` divides.
         """
-        var x = Int(self.x_stages) * (Int(self.box.bytes) + Pipeline.BARRIERS)
-        return x + Int(self.w_stages) * (Self.W_BYTES + Pipeline.BARRIERS) + Self.ENDS
+        return Int(TileBlock(0, self).end)
 
 
 struct TileBlock[config: TileConfig](TrivialRegisterPassable):
@@ -154,8 +152,31 @@ struct TileBlock[config: TileConfig](TrivialRegisterPassable):
     """Address of what follows."""
 
     @always_inline
+    def __init__(out self, data: UInt32, plan: TilePlan[Self.config]):
+        """Divides shared memory.
+
+        Args:
+            data: Its address.
+            plan: How many stages there are.
+        """
+        comptime Received = Inbox[Self.config.columns, Self.config.groups]
+        comptime Planned = TilePlan[Self.config]
+        comptime W_BYTES = UInt32(Planned.W_BYTES)
+        var x_bytes = UInt32(plan.box.bytes)
+        var memory = SharedMemory(data)
+        var w = memory.take(UInt32(plan.w_stages) * W_BYTES)
+        var x = memory.take(UInt32(plan.x_stages) * x_bytes)
+        var inbox = memory.take(Planned.INBOX)
+        self.w = Pipeline(w, memory, stages=plan.w_stages, bytes=W_BYTES)
+        self.x = Pipeline(x, memory, stages=plan.x_stages, bytes=x_bytes)
+        self.inbox = Received(inbox, Barrier(memory.take(Barrier.BYTES)), splits=1, rank=0)
+        self.bias = memory.take(4 * Self.config.columns)
+        self.end = memory.end
+        self.tile, self.share = Tile(0, 0, 0), Share(0, 0)
+
+    @always_inline
     def __init__(out self, data: UInt32, problem: Problem[_], plan: TilePlan[Self.config]):
-        """Finds the block's tile, and divides shared memory.
+        """Divides shared memory, and finds the block's tile.
 
         Args:
             data: Its address.
@@ -164,21 +185,11 @@ struct TileBlock[config: TileConfig](TrivialRegisterPassable):
         """
         var schedule = problem.schedule
         var start = schedule.start[Self.config.split]()
-        self.tile = schedule.tile(start.tile)
-        self.share = schedule.share[Self.config.split](start, problem.steps())
-        comptime Received = Inbox[Self.config.columns, Self.config.groups]
-        comptime Planned = TilePlan[Self.config]
-        comptime W_BYTES = UInt32(Planned.W_BYTES)
-        var x = data + UInt32(plan.w_stages) * W_BYTES
-        var inbox = x + UInt32(plan.x_stages) * UInt32(plan.box.bytes)
-        var barriers = inbox + UInt32(Planned.INBOX)
-        self.w = Pipeline(data, barriers, stages=plan.w_stages, bytes=W_BYTES)
-        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.w_stages)
-        self.x = Pipeline(x, barriers, stages=plan.x_stages, bytes=UInt32(plan.box.bytes))
-        barriers += UInt32(Pipeline.BARRIERS) * UInt32(plan.x_stages)
-        self.inbox = Received(inbox, Barrier(barriers), splits=schedule.splits, rank=start.rank)
-        self.bias = barriers + UInt32(Barrier.BYTES)
-        self.end = self.bias + UInt32(4 * Self.config.columns)
+        var tile = schedule.tile(start.tile)
+        var share = schedule.share[Self.config.split](start, problem.steps())
+        self = Self(data, plan)
+        self.tile, self.share = tile, share
+        self.inbox.splits, self.inbox.rank = schedule.splits, start.rank
 
     @always_inline
     def init(self, problem: Problem[_], box: PixelBox[Self.config.rows()], *, producers: Int = 1):
@@ -214,14 +225,14 @@ struct TileBlock[config: TileConfig](TrivialRegisterPassable):
 def consume_tile[
     dtype: DType,
     config: TileConfig,
-    //,
     epilogue: Epilogue,
+    //,
     *,
     ahead: Bool = True,
 ](
     block: TileBlock[config],
     steps: Some[Steps],
-    tensors: EpilogueTensors[dtype, _, 1],
+    tensors: EpilogueTensors[dtype, epilogue, 1],
     problem: Problem[_],
     box: PixelBox[config.rows()],
     at: Fragment,
@@ -273,7 +284,7 @@ def consume_tile[
 
     var residual = StaticTuple[SIMD[dtype, 2], PAIRS](fill=SIMD[dtype, 2](0))
     comptime if ahead:
-        residual = outputs.load_residual[dtype, epilogue](tensors)
+        residual = outputs.load_residual(tensors)
     var moments = RowMoments()
     comptime if epilogue.normalizes:
         moments = RowMoments(tensors.norm[0], at, max(outputs.low, 0), max(outputs.high, 0))
@@ -281,7 +292,7 @@ def consume_tile[
         block.x, block.w, steps, count, box, at, resident=resident
     )
     comptime if not ahead and not config.split:
-        residual = outputs.load_residual[dtype, epilogue](tensors)
+        residual = outputs.load_residual(tensors)
     var norm = RowNorm(0, 0)
     comptime if epilogue.normalizes:
         norm = moments.norm(tensors.norm[0], at)
@@ -290,8 +301,8 @@ def consume_tile[
         if at.t // Int32(WARP) < box.warps(m, tile.row):
             block.inbox.send(at, sums)
         comptime if not ahead:
-            residual = outputs.load_residual[dtype, epilogue](tensors)
-        finish_pairs[dtype, epilogue](
+            residual = outputs.load_residual(tensors)
+        finish_pairs(
             outputs,
             at,
             tensors,
@@ -302,10 +313,6 @@ def consume_tile[
             norm,
         )
     elif epilogue.pools:
-        pool_pairs[dtype, epilogue](
-            outputs, at, tensors, sums, problem.alpha, block.bias, residual, block.end, m
-        )
+        pool_pairs(outputs, at, tensors, sums, problem.alpha, block.bias, residual, block.end, m)
     else:
-        finish_pairs[dtype, epilogue](
-            outputs, at, tensors, sums, problem.alpha, block.bias, residual, norm
-        )
+        finish_pairs(outputs, at, tensors, sums, problem.alpha, block.bias, residual, norm)

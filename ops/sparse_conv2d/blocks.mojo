@@ -44,8 +44,9 @@ from ..hopper.mainloop import multiply_stages
 from ..hopper.mma import ROWS
 from ..hopper.pipeline import Pipeline
 from ..hopper.ptx import stores_read
+from ..hopper.roles import Roles
 from ..hopper.scheduler import Start, TileScheduler
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory
+from ..hopper.shared import ROW, shared_memory
 from ..hopper.store import Storing, load_residual, store_boxes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..hopper.window import Reads
@@ -140,18 +141,9 @@ struct Config(TrivialRegisterPassable):
         """
         return self.pixels // self.parts[dtype]()
 
-    @always_inline
-    def shared(self) -> Int:
-        """Counts the bytes of shared memory.
 
-        Returns:
-            The ring, its barriers, and what aligning it may take.
-        """
-        return self.stages * self.stage() + Pipeline.BARRIERS * self.stages + SWIZZLED
-
-
-comptime THREADS = WARPGROUP + WARP
-"""Of a block: the consumer's warpgroup, and the producer's warp."""
+comptime Warps = Roles[1]
+"""Which warps of a block do what."""
 comptime TILES: List[Config] = [
     Config(128, 8, 1, overlap=True),
     Config(192, 3, 2),
@@ -163,14 +155,14 @@ comptime TILES: List[Config] = [
 @__name(t"sparse_conv2d_blocks_{config.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps.THREADS)),
     `nvvm.minctasm`=SIMDLength(config.blocks),
 )
 def blocks_kernel[
     dtype: DType, epilogue: Epilogue, config: Config
 ](
     maps: TensorMaps[4],
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, epilogue],
     lists: Data[I32],
     problem: Problem[1],
     pitch: Int32,
@@ -191,7 +183,7 @@ def blocks_kernel[
     """
     var data = shared_memory["conv2d_blocks"]()
     var pipeline = Pipeline.of_block[config.stages](
-        data, bytes=config.stage(), consumers=1, threads=THREADS
+        data, bytes=config.stage(), consumers=1, threads=Warps.THREADS
     )
     launch_dependent_grids()
     var t = Int32(thread_idx.x)
@@ -199,9 +191,8 @@ def blocks_kernel[
     var tiles = Lists(lists, pitch, problem.schedule)
     var start = problem.schedule.start[config.split]()
     var first_tile = tiles.tile(start.tile)
-    if t >= Int32(WARPGROUP):
-        # One thread drives the copy engine.
-        if t % Int32(WARP) == 0:
+    if Warps.produces(t):
+        if Warps.drives(t):
             _produce[dtype, epilogue, config](
                 maps.address(), tiles, start, first_tile, problem, pipeline
             )
@@ -211,12 +202,10 @@ def blocks_kernel[
         )
     comptime if config.split:
         reduce_cluster[
-            dtype,
-            epilogue,
             rows=config.pixels,
             columns=FILTERS,
             pad=PAD // 2,
-            threads=THREADS,
+            threads=Warps.THREADS,
         ](
             tensors,
             data,
@@ -383,7 +372,7 @@ def _consume[
     dtype: DType, epilogue: Epilogue, config: Config
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, epilogue],
     lists: Lists,
     start: Start,
     first_tile: ListedTile,
@@ -495,14 +484,14 @@ def enqueue_blocks[
     launch[blocks_kernel[dtype, epilogue, config]](
         ctx,
         maps,
-        EpilogueTensors[dtype]([o]),
+        EpilogueTensors[dtype, epilogue]([o]),
         lists,
         problem,
         Int32(pitch),
         grid_dim=problem.schedule.blocks[config.split](resident),
-        block_dim=THREADS,
+        block_dim=Warps.THREADS,
         cluster_dim=Dim(splits),
-        shared=config.shared(),
+        shared=Pipeline.block_bytes(stages=config.stages, bytes=config.stage()),
     )
 
 

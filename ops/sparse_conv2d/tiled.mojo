@@ -54,7 +54,8 @@ from ..hopper.ptx import (
     shared_store_low,
     sync_threads,
 )
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, block_memory, shared_memory
+from ..hopper.roles import Roles
+from ..hopper.shared import ROW, SWIZZLED, WARP, block_memory, shared_memory
 from ..hopper.tile import TileBlock, TileConfig, TilePlan, consume_tile
 from ..hopper.tma import TensorMaps, TileLoader
 from ..hopper.window import StepList, StepWriter, produce_pixels
@@ -116,17 +117,8 @@ def blocks(config: TileConfig) -> Int:
     return 3 - config.groups
 
 
-@always_inline
-def threads(config: TileConfig) -> Int:
-    """Counts the threads of a block.
-
-    Args:
-        config: The block's tile.
-
-    Returns:
-        A warpgroup for each consumer, the expanders, and the warp that loads x.
-    """
-    return WARPGROUP * config.groups + WARP * (EXPANDERS + 1)
+comptime Warps[config: TileConfig] = Roles[config.groups, EXPANDERS + 1]
+"""Which warps of a block do what: the last producer brings x, the others expand tiles."""
 
 
 @fieldwise_init
@@ -240,7 +232,7 @@ struct Storage[config: TileConfig](TrivialRegisterPassable):
         """
         comptime PARTS = Int32(parts(Self.config))
         var entries = self.steps.share.count() + 1
-        for i in range(t, entries * PARTS, Int32(threads(Self.config))):
+        for i in range(t, entries * PARTS, Int32(Warps[Self.config].THREADS)):
             var part = i // entries
             var list = (self.block.tile.column * PARTS + part) * problem.steps()
             var at = min(list + self.steps.share.begin + i - part * entries, plan.tiles)
@@ -279,14 +271,14 @@ struct Storage[config: TileConfig](TrivialRegisterPassable):
 @__name(t"sparse_conv2d_tiles_{config.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(threads(config))),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(blocks(config)),
 )
 def tiled_kernel[
     dtype: DType, epilogue: Epilogue, config: TileConfig
 ](
     maps: TensorMaps[1],
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, epilogue],
     words: Words,
     problem: Problem[1],
     plan: Plan[config],
@@ -305,7 +297,6 @@ def tiled_kernel[
         problem: Sizes.
         plan: How shared memory is divided.
     """
-    comptime CONSUMERS = Int32(WARPGROUP * config.groups)
     launch_dependent_grids()
     var t = Int32(thread_idx.x)
     var storage = Storage[config](shared_memory["sparse_conv2d"](), problem, plan)
@@ -314,23 +305,24 @@ def tiled_kernel[
     storage.load_starts(t, words, problem, plan)
     # By the last warps: of the first one, which lists the steps, ptxas would make a path with
     # barriers of its own, and synccheck takes those for others.
-    var i = t - Int32(threads(config) - config.columns)
+    var i = t - Int32(Warps[config].THREADS - config.columns)
     if i >= 0:
         storage.block.load_bias(i, tensors, problem.filters)
-    sync_threads(0, UInt32(threads(config)))
+    sync_threads(0, UInt32(Warps[config].THREADS))
     comptime if config.split:
         cluster_arrive()
     if t < Int32(WARP):
         _list_steps(storage, problem, plan, t)
-    sync_threads(0, UInt32(threads(config)))
+    sync_threads(0, UInt32(Warps[config].THREADS))
 
-    if t < CONSUMERS:
-        consume_tile[epilogue, ahead=False](
+    var producer = Warps[config].producer(t)
+    if producer < 0:
+        consume_tile[ahead=False](
             storage.block, storage.steps, tensors, problem, plan.tile.box, Fragment(t)
         )
-    elif t < CONSUMERS + Int32(WARP * EXPANDERS):
-        _expand(storage, words, t - CONSUMERS)
-    elif t % Int32(WARP) == 0:
+    elif producer < Int32(EXPANDERS):
+        _expand(storage, words, t - Int32(Warps[config].MULTIPLYING))
+    elif Warps[config].drives(t):
         produce_pixels[dtype, split=config.split](
             TileLoader(maps.address()),
             storage.block.x,
@@ -543,12 +535,12 @@ def enqueue_tiled[
     launch[tiled_kernel[dtype, epilogue, config]](
         ctx,
         maps,
-        EpilogueTensors[dtype]([o]),
+        EpilogueTensors[dtype, epilogue]([o]),
         Words(words, starts),
         problem,
         plan,
         grid_dim=Int(problem.schedule.tiles) * splits,
-        block_dim=threads(config),
+        block_dim=Warps[config].THREADS,
         cluster_dim=Dim(splits),
         shared=plan.shared(share),
         most_shared=block_memory(blocks(config)),

@@ -56,7 +56,16 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
+from ..hopper.roles import Roles
+from ..hopper.shared import (
+    ROW,
+    SWIZZLED,
+    WARPGROUP,
+    SharedMemory,
+    bytes_until,
+    shared_memory,
+    swizzle,
+)
 from ..hopper.store import Storing, store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, im2col_map, matrix_map
 from ..kernel_argument import KernelArgument
@@ -129,15 +138,6 @@ struct Config(TrivialRegisterPassable):
         return String(size) + ("shares" if self.shares else "")
 
     @always_inline
-    def threads(self) -> Int:
-        """Counts the threads of a block.
-
-        Returns:
-            A warpgroup for each consumer, and two warps that produce.
-        """
-        return WARPGROUP * self.groups + 2 * WARP
-
-    @always_inline
     def step(self) -> Int:
         """Counts the bytes of a step's filters.
 
@@ -155,21 +155,11 @@ struct Config(TrivialRegisterPassable):
         """
         return self.pixels // self.groups
 
-    @always_inline
-    def shared(self, window: Int) -> Int:
-        """Counts the bytes of shared memory.
 
-        Args:
-            window: Bytes of a window.
-
-        Returns:
-            The rings, their barriers, and what aligning them may take.
-        """
-        return SWIZZLED + BARRIERS + self.windows * window + self.steps * self.step()
-
-
-comptime BARRIERS = 1024
-"""Bytes before the stages, for the barriers of both rings: the swizzle begins again after them."""
+comptime Warps[config: Config] = Roles[config.groups, 2]
+"""Which warps of a block do what: the producers bring windows, and filters."""
+comptime BARRIERS = SWIZZLED
+"""Bytes before the stages, for the barriers of both rings."""
 comptime TILES: List[Config] = [
     # H200, 2026-11-21, fitted to the 3x3 and 1x1 layers of ResNet-50 at batch 32 to 128
     Config(2, 192, 6, 6, 1, tile_us=2.86, step_us=0.351),
@@ -220,6 +210,36 @@ struct WindowLayout(KernelArgument, TrivialRegisterPassable):
         self.never = 0
 
 
+struct Storage(TrivialRegisterPassable):
+    """What a block has in its shared memory."""
+
+    var windows: Pipeline
+    """Windows of pixels, the ones for the epilogue among them."""
+    var steps: Pipeline
+    """Filters, a stage a step."""
+    var end: UInt32
+    """Address of what follows."""
+
+    @always_inline
+    def __init__(out self, data: UInt32, config: Config, layout: WindowLayout):
+        """Divides shared memory.
+
+        Args:
+            data: Its address.
+            config: How many stages there are.
+            layout: How large a window is.
+        """
+        var memory = SharedMemory(data)
+        var barriers = SharedMemory(memory.take(BARRIERS))
+        var window = UInt32(layout.window)
+        var step = UInt32(config.step())
+        var windows = memory.take(UInt32(config.windows) * window)
+        var steps = memory.take(UInt32(config.steps) * step)
+        self.windows = Pipeline(windows, barriers, stages=Int32(config.windows), bytes=window)
+        self.steps = Pipeline(steps, barriers, stages=Int32(config.steps), bytes=step)
+        self.end = memory.end
+
+
 @fieldwise_init
 struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
     """The filters, which are read without tensor maps.
@@ -240,7 +260,7 @@ struct Filters[dtype: DType](KernelArgument, TrivialRegisterPassable):
 @__name(t"sparse_conv2d_two_four_{config.label()}_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(config.threads())),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps[config].THREADS)),
     `nvvm.minctasm`=SIMDLength(config.blocks),
 )
 def two_four_kernel[
@@ -248,7 +268,7 @@ def two_four_kernel[
 ](
     maps: TensorMaps[3],
     filters: Filters[dtype],
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, epilogue],
     problem: Problem[1],
     layout: WindowLayout,
 ):
@@ -266,36 +286,25 @@ def two_four_kernel[
         problem: Sizes.
         layout: How windows lie in shared memory.
     """
-    var barriers = shared_memory["two_four"]()
-    var stages = barriers + BARRIERS
-    var windows = Pipeline(
-        stages, barriers, stages=Int32(config.windows), bytes=UInt32(layout.window)
-    )
-    var steps = Pipeline(
-        stages + UInt32(config.windows) * UInt32(layout.window),
-        barriers + UInt32(Pipeline.BARRIERS * config.windows),
-        stages=Int32(config.steps),
-        bytes=UInt32(config.step()),
-    )
+    var storage = Storage(shared_memory["two_four"](), config, layout)
     var t = Int32(thread_idx.x)
     if t == 0:
-        windows.init[config.windows](consumers=config.groups)
-        steps.init[config.steps](consumers=config.groups)
+        storage.windows.init[config.windows](consumers=config.groups)
+        storage.steps.init[config.steps](consumers=config.groups)
         fence_barrier_init()
-    sync_threads(0, UInt32(config.threads()))
+    sync_threads(0, UInt32(Warps[config].THREADS))
     launch_dependent_grids()
 
-    var warp = t // Int32(WARP) - Int32(4 * config.groups)
-    if warp < 0:
+    var producer = Warps[config].producer(t)
+    if producer < 0:
         _consume[dtype, epilogue, config](
-            maps.address(), tensors, problem, layout, windows, steps, Fragment(t)
+            maps.address(), tensors, problem, layout, storage, Fragment(t)
         )
-    elif t % Int32(WARP) == 0:
-        # Two threads drive the copy engine.
-        if warp == 0:
-            _produce_windows[epilogue, config](maps.address(), problem, layout, windows)
+    elif Warps[config].drives(t):
+        if producer == 0:
+            _produce_windows[epilogue, config](maps.address(), problem, layout, storage.windows)
         else:
-            _produce_steps[dtype, config](filters, problem, steps)
+            _produce_steps[dtype, config](filters, problem, storage.steps)
 
 
 @always_inline
@@ -400,11 +409,10 @@ def _consume[
     dtype: DType, epilogue: Epilogue, config: Config
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, epilogue],
     problem: Problem[1],
     layout: WindowLayout,
-    windows_at_start: Pipeline,
-    steps_at_start: Pipeline,
+    storage: Storage,
     at: Fragment,
 ):
     """Multiplies the stages of the tiles, and finishes each."""
@@ -414,8 +422,8 @@ def _consume[
     var leads = at.leads()
     var y = TileStore(maps, 1)
 
-    var windows = windows_at_start
-    var steps = steps_at_start
+    var windows = storage.windows
+    var steps = storage.steps
     var storing = Storing[config.groups]()
     for number in problem.schedule.turns():
         var tile = problem.schedule.tile(number)
@@ -502,7 +510,7 @@ def _consume[
 def _store[
     dtype: DType, count: Int
 ](
-    tensors: EpilogueTensors[dtype],
+    tensors: EpilogueTensors[dtype, ...],
     problem: Problem[1],
     layout: WindowLayout,
     source: UInt32,
@@ -568,7 +576,7 @@ def fits(g: Geometry, config: Config, device: Device) -> Bool:
         return True
     var right = g.q - 1 + (g.s - 1) * g.dilation_w - g.pad_w - (g.w - 1)
     var bottom = g.p - 1 + (g.r - 1) * g.dilation_h - g.pad_h - (g.h - 1)
-    var shared = config.shared(Int(WindowLayout(g, config).window))
+    var shared = bytes_until(Storage(0, config, WindowLayout(g, config)).end)
     return (
         g.r * g.s > 1
         and g.stride_h * g.stride_w == 1
@@ -673,15 +681,14 @@ def two_four_tile[
         alpha=o.alpha,
     )
     var resident = Device(ctx).multiprocessors * config.blocks
-    var shared = config.shared(Int(layout.window))
     launch[two_four_kernel[dtype, epilogue, config]](
         ctx,
         maps,
         Filters[dtype](o.w, indices),
-        EpilogueTensors[dtype]([o]),
+        EpilogueTensors[dtype, epilogue]([o]),
         problem,
         layout,
         grid_dim=problem.schedule.blocks(resident),
-        block_dim=config.threads(),
-        shared=shared,
+        block_dim=Warps[config].THREADS,
+        shared=bytes_until(Storage(0, config, layout).end),
     )

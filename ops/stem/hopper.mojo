@@ -65,7 +65,16 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.shared import ROW, SWIZZLED, WARP, WARPGROUP, shared_memory, swizzle
+from ..hopper.roles import GIVING, Roles
+from ..hopper.shared import (
+    ROW,
+    WARP,
+    WARPGROUP,
+    SharedMemory,
+    bytes_until,
+    shared_memory,
+    swizzle,
+)
 from ..hopper.store import store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
@@ -136,7 +145,10 @@ struct Sizes(KernelArgument, TrivialRegisterPassable):
     """Rows of y of all images."""
 
 
-@fieldwise_init
+comptime Warps = Roles[1, GIVING]
+"""Which warps of a block do what: a warpgroup multiplies, and all threads of another one produce."""
+
+
 struct Storage[op: StaticString](TrivialRegisterPassable):
     """What a block has in its shared memory.
 
@@ -145,52 +157,36 @@ struct Storage[op: StaticString](TrivialRegisterPassable):
     """
 
     comptime ROWS = RESULTS * RESULT
-    """Bytes of the rows of y; where those of z lie, behind them."""
-    comptime WEIGHTS = 2 * Self.ROWS
-    """Where the weights of z lie."""
-    comptime RING = Self.WEIGHTS + WEIGHTS if Self.op == NEXT else Self.ROWS
-    """Where the ring lies."""
-    comptime BARRIERS = Self.RING + STAGES * STAGE
-    """Where its barriers lie."""
-    comptime LOADED = Self.BARRIERS + STAGES * Pipeline.BARRIERS
-    """Where the barrier of the weights lies."""
-    comptime BYTES = Self.LOADED + (Barrier.BYTES if Self.op == NEXT else 0) + SWIZZLED
-    """Bytes of all, and what aligning them may take."""
+    """Bytes of the rows of y."""
+    comptime BYTES = bytes_until(Self(0).end)
+    """Bytes that a launch asks for."""
 
-    var data: UInt32
-    """Its address."""
-
-    @always_inline
-    def ring(self) -> Pipeline:
-        """Begins the ring.
-
-        Returns:
-            At the first stage.
-        """
-        return Pipeline(
-            self.data + UInt32(Self.RING),
-            self.data + UInt32(Self.BARRIERS),
-            stages=STAGES,
-            bytes=UInt32(STAGE),
-        )
+    var rows: UInt32
+    """Address of the rows of y; those of z lie behind them."""
+    var weights: UInt32
+    """Address of the weights of z."""
+    var ring: Pipeline
+    """Pairs of rows of the image."""
+    var loaded: Barrier
+    """Tells that the weights have come."""
+    var end: UInt32
+    """Address of what follows."""
 
     @always_inline
-    def weights(self) -> UInt32:
-        """Finds the weights of z.
+    def __init__(out self, data: UInt32):
+        """Divides shared memory.
 
-        Returns:
-            Their address.
+        Args:
+            data: Its address.
         """
-        return self.data + UInt32(Self.WEIGHTS)
-
-    @always_inline
-    def loaded(self) -> Barrier:
-        """Finds the barrier of the weights.
-
-        Returns:
-            What tells that they have come.
-        """
-        return Barrier(self.data + UInt32(Self.LOADED))
+        comptime BOTH = Self.op == NEXT
+        var memory = SharedMemory(data)
+        self.rows = memory.take(2 * Self.ROWS if BOTH else Self.ROWS)
+        self.weights = memory.take(WEIGHTS if BOTH else 0)
+        var stages = memory.take(STAGES * STAGE)
+        self.ring = Pipeline(stages, memory, stages=Int32(STAGES), bytes=UInt32(STAGE))
+        self.loaded = Barrier(memory.take(Barrier.BYTES if BOTH else 0))
+        self.end = memory.end
 
 
 @fieldwise_init
@@ -279,7 +275,7 @@ struct Strips(TrivialRegisterPassable):
 @__name(t"{op}_hopper_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(2 * WARPGROUP)),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps.THREADS)),
     `nvvm.minctasm`=SIMDLength(BLOCKS),
 )
 def stem_maxpool_kernel[
@@ -299,20 +295,20 @@ def stem_maxpool_kernel[
     var storage = Storage[op](shared_memory["stem_maxpool"]())
     var t = Int32(thread_idx.x)
     if t == 0:
-        storage.ring().init[STAGES](consumers=1, producers=WARPGROUP)
+        storage.ring.init[STAGES](consumers=1, producers=WARPGROUP)
         comptime if op == NEXT:
-            storage.loaded().init()
+            storage.loaded.init()
         fence_barrier_init()
         comptime if op == NEXT:
-            storage.loaded().expect(UInt32(WEIGHTS))
-            TileLoader(maps.address(), 2).load(storage.weights(), storage.loaded(), 0, 0)
-    sync_threads(0, UInt32(2 * WARPGROUP))
+            storage.loaded.expect(UInt32(WEIGHTS))
+            TileLoader(maps.address(), 2).load(storage.weights, storage.loaded, 0, 0)
+    sync_threads(0, UInt32(Warps.THREADS))
     launch_dependent_grids()
     var at = Fragment(t)
     if at.group() == 1:
         registers_give[PRODUCER_REGISTERS - (MORE // 2 if op == NEXT else 0)]()
         wait_on_dependent_grids()
-        _produce(o, sizes, storage.ring(), t - Int32(WARPGROUP))
+        _produce(o, sizes, storage.ring, t - Int32(WARPGROUP))
     else:
         registers_take[CONSUMER_REGISTERS + (MORE if op == NEXT else 0)]()
         _consume(maps.address(), o, sizes, storage, at)
@@ -673,7 +669,7 @@ def _consume[
 
     What follows of a row is multiplied beside the next row's first convolution.
     """
-    var ring = storage.ring()
+    var ring = storage.ring
     var y = TileStore(maps)
     var filters = _load_filters(o.w, at)
     var bias = SIMD[F32, 2](
@@ -691,13 +687,13 @@ def _consume[
     var follower: Follower
     comptime if follows:
         # Of no row yet: the first product is of whatever lies there, and is not stored.
-        var none = storage.data + UInt32((RESULTS - 1) * RESULT)
-        follower = Follower.of_thread(storage.weights(), o.gamma, at, none)
+        var none = storage.rows + UInt32((RESULTS - 1) * RESULT)
+        follower = Follower.of_thread(storage.weights, o.gamma, at, none)
     else:
         follower = Follower(0, 0, 0, 0)
     wait_on_dependent_grids()
     comptime if follows:
-        storage.loaded().wait()
+        storage.loaded.wait()
 
     var result = UInt32(0)
     var strips = Strips.of_block(sizes.rows)
@@ -717,7 +713,7 @@ def _consume[
             if 2 * r + 1 == sizes.p:
                 above = Row(fill=0)
             most = _largest_of(above, most)
-            var to = storage.data + result * UInt32(RESULT) + place
+            var to = storage.rows + result * UInt32(RESULT) + place
             _pool(most, to, left, first)
             # The copy engine has read the place of the next row, which is that of the row before last.
             if leads:
@@ -725,13 +721,13 @@ def _consume[
             sync_writes(1)
             if leads:
                 var row = strip.n * sizes.out_p + r
-                y.store(storage.data + result * UInt32(RESULT), 0, row * Int32(POOLED))
+                y.store(storage.rows + result * UInt32(RESULT), 0, row * Int32(POOLED))
                 comptime if follows:
                     if row > begin:
                         TileStore(maps, 1).store(follower.result(), 0, (row - 1) * Int32(POOLED))
                 stores_commit()
             comptime if follows:
-                follower.row = storage.data + result * UInt32(RESULT)
+                follower.row = storage.rows + result * UInt32(RESULT)
             result = result + 1 if result < UInt32(RESULTS - 1) else 0
         if leads:
             comptime for i in range(PAIRS - 1):
@@ -947,6 +943,6 @@ def _enqueue[
         o,
         Sizes(Int32(x[1]), Int32((x[1] - 1) // 2 + 1), Int32(y[1]), Int32(rows)),
         grid_dim=min(blocks, rows),
-        block_dim=2 * WARPGROUP,
+        block_dim=Warps.THREADS,
         shared=Storage[op].BYTES,
     )

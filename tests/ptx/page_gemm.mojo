@@ -16,8 +16,9 @@ from ops.hopper.mainloop import multiply_stages
 from ops.hopper.mma import SUM
 from ops.hopper.pipeline import Pipeline
 from ops.hopper.ptx import stores_read
+from ops.hopper.roles import Roles
 from ops.hopper.scheduler import TileScheduler
-from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ops.hopper.shared import ROW, shared_memory
 from ops.hopper.store import Storing, load_residual, store_boxes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ops.launch import launch
@@ -32,18 +33,18 @@ comptime HALF = TILE * ROW
 """Bytes of x, or of w, in a stage."""
 comptime STAGES = 4
 """Stages of the ring."""
-comptime THREADS = WARPGROUP + WARP
-"""The consumer and the producer's warp."""
+comptime Warps = Roles[1]
+"""A consumer, and the producer's warp behind it."""
 
 
 @__name(t"page_gemm_{epilogue.label()}_{dtype}")
 @__llvm_arg_metadata(maps, `nvvm.grid_constant`)
-@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(THREADS)))
+@__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Warps.THREADS)))
 def gemm_kernel[
     dtype: DType, out: DType, epilogue: Epilogue
 ](
     maps: TensorMaps[3],
-    tensors: EpilogueTensors[out],
+    tensors: EpilogueTensors[out, epilogue],
     schedule: TileScheduler[],
     steps: Int32,
     columns: Int32,
@@ -51,12 +52,13 @@ def gemm_kernel[
     """Computes tiles; the maps are of x[M, K], w[F, K] and y[M, F]."""
     var t = Int32(thread_idx.x)
     var pipeline = Pipeline.of_block[STAGES](
-        shared_memory["page_gemm"](), bytes=2 * HALF, consumers=1, threads=THREADS
+        shared_memory["page_gemm"](), bytes=2 * HALF, consumers=1, threads=Warps.THREADS
     )
     launch_dependent_grids()
-    if t == Int32(WARPGROUP):
-        produce[dtype](maps.address(), schedule, steps, pipeline)
-    elif t < Int32(WARPGROUP):
+    if Warps.produces(t):
+        if Warps.drives(t):
+            produce[dtype](maps.address(), schedule, steps, pipeline)
+    else:
         consume[dtype, out, epilogue](
             maps.address(), tensors, schedule, steps, columns, pipeline, Fragment(t)
         )
@@ -88,7 +90,7 @@ def consume[
     dtype: DType, out: DType, epilogue: Epilogue
 ](
     maps: UInt64,
-    tensors: EpilogueTensors[out],
+    tensors: EpilogueTensors[out, epilogue],
     schedule: TileScheduler[],
     steps: Int32,
     columns: Int32,
@@ -111,7 +113,7 @@ def consume[
             start=Sums[TILE, SUM[dtype]](fill=0),
         )
         pipeline.wait()
-        finish_rows[out, epilogue, TILE, pitch=HALF](
+        finish_rows[TILE, pitch=HALF](
             pipeline.stage(), at, sums, 1, tensors, tile.column * TILE, columns
         )
         storing.begin(pipeline)
@@ -140,15 +142,14 @@ def enqueue_gemm[
     maps.maps[1] = matrix_map[dtype, True](ctx, w, rows=f, columns=k, box=TILE)
     maps.maps[2] = matrix_map[out](ctx, y, rows=m, columns=f, box=TILE)
     var schedule = TileScheduler[]([ceildiv(m, TILE)], columns=ceildiv(f, TILE))
-    comptime SHARED = STAGES * (2 * HALF + Pipeline.BARRIERS) + 1024
     launch[gemm_kernel[dtype, out, epilogue]](
         ctx,
         maps,
-        EpilogueTensors[out](bias, bias, y, y),
+        EpilogueTensors[out, epilogue](bias, bias, y, y),
         schedule,
         Int32(ceildiv(k * size_of[dtype](), ROW)),
         Int32(f),
         grid_dim=schedule.blocks(3 * Device(ctx).multiprocessors),
-        block_dim=THREADS,
-        shared=SHARED,
+        block_dim=Warps.THREADS,
+        shared=Pipeline.block_bytes(stages=STAGES, bytes=2 * HALF),
     )

@@ -39,15 +39,11 @@ from ops.hopper.moments import Norm, RowMoments, RowNorm, leave_moments
 from ops.hopper.pipeline import OrderedSequence, Pipeline
 from ops.hopper.pixel_box import PixelBox
 from ops.hopper.ptx import (
-    PRODUCER_REGISTERS,
     cluster_arrive,
     cluster_wait,
-    consumer_registers,
     fence_async,
     fence_barrier_init,
     load_bytes,
-    registers_give,
-    registers_take,
     shared_load,
     shared_load_matrices,
     shared_store,
@@ -56,6 +52,7 @@ from ops.hopper.ptx import (
     stores_read,
     sync_threads,
 )
+from ops.hopper.roles import GIVING, Roles
 from ops.hopper.scheduler import Share, TileScheduler, Work
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ops.hopper.store import BoxRing, Storing, StoringStage, store_boxes
@@ -72,6 +69,12 @@ comptime BOX = 64 * ROW
 """Bytes of 64 rows."""
 comptime NORMED = Epilogue("add_relu", normalizes=True, measures=True)
 """An epilogue with moments of rows."""
+comptime ADDED = Epilogue("add")
+"""An epilogue that adds."""
+comptime ADDED_RELU = Epilogue("add_relu")
+"""One with an activation, too."""
+comptime MEAN = Epilogue("add_relu", pools=True)
+"""One of which only the mean is stored."""
 comptime SCALED = Epilogue("add_relu", scales=True)
 """An epilogue with scales."""
 
@@ -163,7 +166,7 @@ def columns_kernel[dtype: DType](maps: TensorMaps[4], tensors: EpilogueTensors[d
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPGROUP)))
 def cluster_kernel[
     turned: Bool
-](tensors: EpilogueTensors[F32], schedule: TileScheduler[], m: Int32, f: Int32):
+](tensors: EpilogueTensors[F32, ADDED], schedule: TileScheduler[], m: Int32, f: Int32):
     """Adds up rank + 1 times 100 row + column over a cluster, rows and columns of a product."""
     var data = shared_memory["parts"]()
     var at = Fragment(Int32(thread_idx.x))
@@ -182,7 +185,7 @@ def cluster_kernel[
         leave_rows[64](data, at, sums)
     var tile = schedule.tile(start.tile)
     reduce_cluster[
-        F32, Epilogue("add"), rows=64, columns=64, pad=PAD // 2 if turned else PAD, threads=WARPGROUP
+        rows=64, columns=64, pad=PAD // 2 if turned else PAD, threads=WARPGROUP
     ](tensors, data, start, schedule.splits, m0=tile.row * 64, m=m, f0=tile.column * 64, f=f, alpha=0.5)
 
 
@@ -288,7 +291,7 @@ def ring_kernel[
             comptime for part in range(RESULTS):
                 var f0 = tile.column * Int32(COLUMNS) + Int32(part * PART)
                 pipeline.wait()
-                finish_rows[BF16, Epilogue("none"), PART, first=part * PART, pitch=BOX](
+                finish_rows[PART, first=part * PART, pitch=BOX](
                     pipeline.stage(), at, sums, 1, tensors, f0, columns
                 )
                 fence_async()
@@ -646,14 +649,14 @@ def window_kernel[
                 w.wait_first(count)
             var sums = multiply_steps[BF16, COLUMNS](x, w, steps, count, box, at, resident=resident)
             wgmma_wait_group_sync[0]()
-            finish_pairs[BF16, Epilogue("none")](
+            finish_pairs(
                 outputs,
                 at,
                 tensors,
                 sums,
                 problem.alpha,
                 bias,
-                outputs.load_residual[BF16, Epilogue("none")](tensors),
+                outputs.load_residual(tensors),
                 RowNorm(0, 0),
             )
 
@@ -690,11 +693,16 @@ def exchange_kernel[
 @__llvm_metadata(MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(WARPGROUP)))
 def inbox_kernel[
     columns: Int
-](sums: Data[F32], tensors: EpilogueTensors[BF16], schedule: TileScheduler[], m: Int32, f: Int32,):
+](
+    sums: Data[F32],
+    tensors: EpilogueTensors[BF16, ADDED_RELU],
+    schedule: TileScheduler[],
+    m: Int32,
+    f: Int32,
+):
     """Adds up a cluster's sums, of the warps that have a row of m, and finishes them in pairs."""
     comptime Received = Inbox[columns, 1]
     comptime PAIRS = columns // 8
-    comptime epilogue = Epilogue("add_relu")
     var data = shared_memory["parts"]()
     var start = schedule.start[True]()
     var barrier = Barrier(data + UInt32(Received.BYTES))
@@ -722,14 +730,14 @@ def inbox_kernel[
     cluster_wait()
     if at.t // Int32(WARP) < warps:
         inbox.send(at, mine)
-    finish_pairs[BF16, epilogue](
+    finish_pairs(
         outputs,
         at,
         tensors,
         inbox.receive(at),
         0.5,
         bias,
-        outputs.load_residual[BF16, epilogue](tensors),
+        outputs.load_residual(tensors),
         RowNorm(0, 0),
     )
 
@@ -816,17 +824,22 @@ def box_ring_kernel(maps: TensorMaps[1], boxes: Int32, tiles: Int32):
 
 @__name(t"parts_moved_registers_{groups}")
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32((groups + 1) * WARPGROUP)),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Roles[groups, GIVING].THREADS)),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def moved_registers_kernel[groups: Int](seen: Data[I32]):
-    """Has a producer give registers, and consumers take them; each thread says that it has them."""
+    """Has a producer give registers, and consumers take them.
+
+    Each thread says its group then, and that of the producer which drives the copy engine -1.
+    """
+    comptime Warps = Roles[groups, GIVING]
     var at = Fragment(Int32(thread_idx.x))
-    if at.group() == Int32(groups):
-        registers_give[PRODUCER_REGISTERS]()
+    if Warps.produces(at.t):
+        Warps.give_registers()
     else:
-        registers_take[consumer_registers(groups)]()
-    seen[unsafe_offset=Int(at.t)] = at.group()
+        Warps.take_registers()
+    var drives = Warps.produces(at.t) and Warps.drives(at.t)
+    seen[unsafe_offset=Int(at.t)] = -1 if drives else at.group()
 
 
 @__name("parts_exits")
@@ -836,7 +849,7 @@ def exits_kernel(
     maps: TensorMaps[2],
     sums: Data[F32],
     tensors: EpilogueTensors[BF16, NORMED],
-    pooled: EpilogueTensors[BF16],
+    pooled: EpilogueTensors[BF16, MEAN],
     before: Norm,
     after: Norm,
     m: Int32,
@@ -849,7 +862,6 @@ def exits_kernel(
     """
     comptime COLUMNS = 128
     comptime PAIRS = COLUMNS // 4
-    comptime mean = Epilogue("add_relu", pools=True)
     var data = shared_memory["parts"]()
     var bias = data + 3 * BOX + 3 * Pipeline.BARRIERS
     var ring = Pipeline(data, data + 3 * BOX, stages=3, bytes=BOX)
@@ -872,10 +884,10 @@ def exits_kernel(
     )
     wait_on_dependent_grids()
     var norm = RowMoments(before, at, row=at.row(), rows=m).norm(before, at)
-    var residual = outputs.load_residual[BF16, NORMED](tensors)
-    finish_pairs[BF16, NORMED](outputs, at, tensors, mine, 1, bias, residual, norm)
-    residual = outputs.load_residual[BF16, mean](pooled)
-    pool_pairs[BF16, mean](outputs, at, pooled, mine, 0.5, bias, residual, bias + 4 * COLUMNS, m)
+    var residual = outputs.load_residual(tensors)
+    finish_pairs(outputs, at, tensors, mine, 1, bias, residual, norm)
+    residual = outputs.load_residual(pooled)
+    pool_pairs(outputs, at, pooled, mine, 0.5, bias, residual, bias + 4 * COLUMNS, m)
 
     var results = finish_boxes[BF16, 2](ring, 2, at, mine, barrier=2)
     if at.leads():
@@ -920,7 +932,7 @@ def bytes_kernel[
     )
     leave[64](scaled, at, rescaled(mine, at, tensors.scales[0].product, 0, f), 64)
     stage.wait()
-    finish_byte_columns[dtype, SCALED, 64](
+    finish_byte_columns[64](
         stage.stage(), at, mine, tensors.row_channels(at, 0, f), tensors
     )
     fence_async()
@@ -944,7 +956,6 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
     var number = Int32(n)
     var one = TileScheduler[]([n], columns=n, splits=n)
     var three = TileScheduler[3]([n, n, n], columns=n)
-    var ends = EpilogueTensors[BF16](floats, floats, halves, halves)
     ctx.enqueue_function[scheduler_kernel[1, True]](integers, one, number, grid_dim=n, block_dim=32)
     ctx.enqueue_function[scheduler_kernel[3, False]](
         integers, three, number, grid_dim=n, block_dim=32
@@ -959,7 +970,7 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
         )
     comptime for turned in [False, True]:
         ctx.enqueue_function[cluster_kernel[turned]](
-            EpilogueTensors[F32](floats, floats, floats, floats),
+            EpilogueTensors[F32, ADDED](floats, floats, floats, floats),
             one,
             number,
             number,
@@ -975,7 +986,13 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
         )
     comptime for columns in [32, 64]:
         ctx.enqueue_function[inbox_kernel[columns]](
-            floats, ends, one, number, number, grid_dim=n, block_dim=WARPGROUP
+            floats,
+            EpilogueTensors[BF16, ADDED_RELU](floats, floats, halves, halves),
+            one,
+            number,
+            number,
+            grid_dim=n,
+            block_dim=WARPGROUP,
         )
     comptime for peers in [1, 2, 4]:
         ctx.enqueue_function[work_kernel[peers]](
@@ -988,14 +1005,14 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
     )
     comptime for groups in range(1, 4):
         ctx.enqueue_function[moved_registers_kernel[groups]](
-            integers, grid_dim=n, block_dim=(groups + 1) * WARPGROUP
+            integers, grid_dim=n, block_dim=Roles[groups, GIVING].THREADS
         )
     var norm = Norm(floats, n)
     ctx.enqueue_function[exits_kernel](
         TensorMaps[2](),
         floats,
         EpilogueTensors[BF16, NORMED](floats, floats, halves, halves),
-        ends,
+        EpilogueTensors[BF16, MEAN](floats, floats, halves, halves),
         norm,
         norm,
         number,
