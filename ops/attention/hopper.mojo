@@ -193,7 +193,11 @@ def least_keys(depth: Int) -> Int:
 
 
 comptime Warps[config: Config] = Roles[config.groups, GIVING]
-"""Which warps of a block do what."""
+"""Which warps of a block do what.
+
+Parameters:
+    config: Of the kernel.
+"""
 
 
 struct Storage[config: Config](TrivialRegisterPassable):

@@ -105,7 +105,11 @@ struct Config(TrivialRegisterPassable):
 
 
 comptime Warps[config: Config] = Roles[config.consumers]
-"""Which warps of a block do what."""
+"""Which warps of a block do what.
+
+Parameters:
+    config: Of the kernel.
+"""
 
 
 struct Storage[config: Config](TrivialRegisterPassable):

@@ -108,7 +108,11 @@ struct Config(TrivialRegisterPassable):
 
 
 comptime Warps[config: Config] = Roles[config.groups()]
-"""Which warps of a block do what."""
+"""Which warps of a block do what.
+
+Parameters:
+    config: Of the kernel.
+"""
 comptime CONFIGS: List[Config] = [Config(1, 4, 2, 5), Config(2, 4, 1, 4), Config(2, 3, 1, 5)]
 """Tiles: 64 x 256 filters x columns, 128 x 256 and 128 x 192; of equal costs the first wins."""
 

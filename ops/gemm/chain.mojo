@@ -258,7 +258,11 @@ struct ChainConfig(TrivialRegisterPassable):
 
 
 comptime Warps[config: ChainConfig] = Roles[config.groups, GIVING]
-"""Which warps of a block do what."""
+"""Which warps of a block do what.
+
+Parameters:
+    config: Of the kernel.
+"""
 comptime PER_TILE = 4
 """Multiprocessors a tile, at most, where all weights stay; with fewer tiles, split-K does better.
 
@@ -312,7 +316,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
     """Bytes of a tile of x, and of z in its place."""
 
     var weights: Pipeline
-    """w1 and w2 have a stage of each chunk in turns; `weights_stage` finds their addresses."""
+    """A stage of w1 and one of w2 for each chunk in turns; `weights_stage` finds their addresses."""
     var x: Pipeline
     """Tiles of x of the first consumer."""
     var h: Pipeline

@@ -74,6 +74,7 @@ from ..hopper.scheduler import Start, Work
 from ..hopper.shared import ROW, SharedMemory, bytes_until, shared_memory
 from ..hopper.store import Storing, load_residual, store_boxes
 from ..hopper.tma import (
+    Maps,
     TensorMap,
     TensorMaps,
     TileLoader,
@@ -282,26 +283,11 @@ struct Storage[config: Config](TrivialRegisterPassable):
 
 
 comptime Warps[config: Config] = Roles[config.groups]
-"""Which warps of a block do what."""
+"""Which warps of a block do what.
 
-
-struct Maps:
-    """Which tensor map of a product is which; those of the next product follow."""
-
-    comptime X = 0
-    """Of the activations."""
-    comptime W = 1
-    """Of the filters."""
-    comptime Y = 2
-    """Of the result."""
-    comptime RESIDUAL = 3
-    """Of the residual."""
-    comptime COUNT = 4
-    """How many a product has."""
-    comptime X2 = Self.COUNT
-    """Of a second source's activations, where there is one product."""
-    comptime W2 = Self.COUNT + 1
-    """Of its filters."""
+Parameters:
+    config: Of the kernel.
+"""
 
 
 def several(products: Int) -> String:

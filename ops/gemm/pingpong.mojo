@@ -49,10 +49,10 @@ from ..hopper.ptx import (
 from ..hopper.roles import GIVING, Roles
 from ..hopper.shared import ROW, SWIZZLED, SharedMemory, block_memory, shared_memory
 from ..hopper.store import BoxRing, store_boxes
-from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ..hopper.tma import Maps, TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
 from ..operands import Operands, Scales, dtypes
-from .hopper import Maps, filter_map, several
+from .hopper import filter_map, several
 
 comptime SHARED = block_memory()
 """Bytes of shared memory of a block, its alignment among them."""
@@ -171,7 +171,11 @@ struct PingPong(TrivialRegisterPassable):
 
 
 comptime Warps[config: PingPong] = Roles[config.groups, GIVING]
-"""Which warps of a block do what."""
+"""Which warps of a block do what.
+
+Parameters:
+    config: Of the kernel.
+"""
 
 
 @__name(

@@ -51,7 +51,7 @@ from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.roles import Roles
 from ..hopper.shared import ROW, SWIZZLED, WARP, block_memory, shared_memory
 from ..hopper.tile import TileBlock, TileConfig, TilePlan, consume_tile
-from ..hopper.tma import TensorMaps, TileLoader
+from ..hopper.tma import Maps, TensorMaps, TileLoader
 from ..hopper.window import StepCounter, produce_pixels
 from ..launch import launch
 from ..operands import Operands
@@ -60,6 +60,8 @@ from .hopper import filter_map, several
 
 comptime BLOCKS = 2
 """Blocks that a multiprocessor holds at least; it bounds the registers."""
+comptime MAPS = 2
+"""Tensor maps of a product: results leave the registers."""
 comptime ROOM = block_memory(BLOCKS)
 """Bytes of shared memory that a block may take."""
 comptime LEAST = 57 * 1024
@@ -71,7 +73,11 @@ multiprocessors: CvT-13 at batch 1 takes 0.265 ms without this minimum, 0.262 wi
 
 
 comptime Warps[config: TileConfig] = Roles[config.groups, 2]
-"""Which warps of a block do what: the producers bring w, and x."""
+"""Which warps of a block do what: the producers bring w, and x.
+
+Parameters:
+    config: Of the kernel.
+"""
 
 
 @__name(t"gemm_resident_{config.label()}_{epilogue.label()}{several(products)}_{dtype}")
@@ -83,7 +89,7 @@ comptime Warps[config: TileConfig] = Roles[config.groups, 2]
 def resident_kernel[
     dtype: DType, epilogue: Epilogue, config: TileConfig, products: Int = 1
 ](
-    maps: TensorMaps[2 * products],
+    maps: TensorMaps[MAPS * products],
     tensors: EpilogueTensors[dtype, epilogue, products],
     problem: Problem[products],
     plan: TilePlan[config],
@@ -125,14 +131,14 @@ def resident_kernel[
         if problem.constant == 0:
             wait_on_dependent_grids()
         _produce_filters[dtype, split=config.split](
-            TileLoader(maps.address(), 2 * tile.product + 1),
+            TileLoader(maps.address(), MAPS * tile.product + Maps.W),
             block.w,
             steps,
             tile.column * Int32(config.columns),
         )
     elif t == CONSUMERS + Int32(WARP):
         produce_pixels[dtype, split=config.split](
-            TileLoader(maps.address(), 2 * tile.product),
+            TileLoader(maps.address(), MAPS * tile.product + Maps.X),
             block.x,
             steps,
             problem.conv,
@@ -159,7 +165,7 @@ def _produce_filters[
                     cluster_wait()
             pipeline.acquire()
         pipeline.expect(pipeline.bytes)
-        w.load(pipeline.stage(), pipeline.barrier(), steps.chunk * WIDTH, steps.tap, f0)
+        w.load(pipeline.stage(), pipeline.barrier(), steps.chunk * WIDTH, steps.taps.tap, f0)
         pipeline.advance()
         steps.advance()
     if steps.count() <= Int32(pipeline.stages):
@@ -245,10 +251,12 @@ def _maps[
     sizes: Array[Geometry, products],
     operands: Array[Operands[dtype], products],
     box: PixelBox[config.rows()],
-) raises -> TensorMaps[2 * products]:
+) raises -> TensorMaps[MAPS * products]:
     """Makes the tensor maps of x and w of each product."""
-    var maps = TensorMaps[2 * products]()
+    var maps = TensorMaps[MAPS * products]()
     comptime for i in range(products):
-        maps.maps[2 * i] = box_map[dtype](ctx, operands[i].x, sizes[i], box)
-        maps.maps[2 * i + 1] = filter_map[dtype](ctx, operands[i].w, sizes[i], config.columns)
+        maps.maps[MAPS * i + Maps.X] = box_map[dtype](ctx, operands[i].x, sizes[i], box)
+        maps.maps[MAPS * i + Maps.W] = filter_map[dtype](
+            ctx, operands[i].w, sizes[i], config.columns
+        )
     return maps^

@@ -49,7 +49,7 @@ from ..hopper.conv import Problem
 from ..hopper.epilogue import EpilogueTensors, finish_byte_columns, finish_columns
 from ..hopper.mma import ROWS, SUM, Matrix, mma
 from ..hopper.pipeline import OrderedSequence, Pipeline
-from ..hopper.pixel_box import PixelBox, box_map
+from ..hopper.pixel_box import PixelBox, Taps, box_map
 from ..hopper.ptx import (
     fence_barrier_init,
     stores_commit,
@@ -66,11 +66,11 @@ from ..hopper.shared import (
     shared_memory,
 )
 from ..hopper.store import StoringStage, sync_writes
-from ..hopper.tma import TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
+from ..hopper.tma import Maps, TensorMap, TensorMaps, TileLoader, TileStore, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
 from ..operands import F32, Data, Operands, Scales, dtypes
-from .hopper import Maps, filter_map
+from .hopper import filter_map
 
 comptime CONSUMERS = 2
 """Warpgroups that multiply."""
@@ -81,7 +81,11 @@ comptime MEMORY = block_memory()
 
 
 comptime Warps[epilogue: Epilogue] = Roles[CONSUMERS, 3 if epilogue.joins else 2]
-"""Which warps of a block do what: the producers bring boxes, filters and residuals."""
+"""Which warps of a block do what: the producers bring boxes, filters and residuals.
+
+Parameters:
+    epilogue: What the sums go through.
+"""
 
 
 struct TurnedConfig(TrivialRegisterPassable):
@@ -442,37 +446,35 @@ def _consume[
         var sums = Sums[COLUMNS, SUM[dtype]](fill=0)
         comptime if config.turns():
             order.wait()
-        var tap = Int32(0)
-        var column = Int32(0)
-        var shift = UInt32(0)
+        var taps = Taps(
+            count=plan.taps,
+            columns=plan.columns,
+            tap_more=UInt32(config.row),
+            row_more=UInt32((plan.box.width - plan.columns) * Int32(config.row)),
+        )
         for k in range(problem.conv.steps()):
-            if tap == 0:
+            if taps.begins():
                 x.wait()
             comptime if not config.turns():
                 w.wait()
             wgmma_fence_aligned()
             sums = mma[right, COLUMNS, right=dtype](
-                Matrix[config.row](w.stage() + w_first), Matrix[config.row](x.stage() + shift), sums
+                Matrix[config.row](w.stage() + w_first),
+                Matrix[config.row](x.stage() + taps.shift),
+                sums,
             )
             wgmma_commit_group_sync()
             if k == 0 and leads:
                 storing.release()
             wgmma_wait_group_sync[1]()
             if k > 0 and leads:
-                if tap == 0:
+                if taps.begins():
                     x.release(x.previous())
                 comptime if not config.turns():
                     w.release(w.previous())
             w.advance()
-            tap += 1
-            column += 1
-            shift += UInt32(config.row)
-            if column == plan.columns:
-                column = 0
-                shift += UInt32((plan.box.width - plan.columns) * Int32(config.row))
-            if tap == plan.taps:
-                tap = 0
-                shift = 0
+            taps.advance()
+            if taps.begins():
                 x.advance()
         comptime if config.turns():
             if number + schedule.turns().step < schedule.tiles:

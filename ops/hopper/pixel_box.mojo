@@ -7,6 +7,7 @@ takes several taps, stride and dilation 1, and a box of at most `BOX` rows; of o
 tap by tap, as load_pixels of conv.mojo brings them.
 
     PixelBox   which pixels are a tile's, and what a stage of x holds
+    Taps       the taps that read a box, one after another
     box_map    the tensor map that brings it
 
 window.mojo loops over K for such tiles.
@@ -25,6 +26,72 @@ from .tma import TensorMap, tensor_map
 
 comptime BOX = 384
 """Rows of 128 bytes that a stage has at most, where it is a box."""
+
+
+struct Taps(TrivialRegisterPassable):
+    """The taps that read a box, row by row, and where each one's rows begin in it."""
+
+    var count: Int32
+    """Taps of a box."""
+    var columns: Int32
+    """Taps of a row of the window."""
+    var tap_more: UInt32
+    """Bytes from a tap to the next in a row."""
+    var row_more: UInt32
+    """Bytes besides, from the last tap of a row to the first of the next."""
+    var tap: Int32
+    """The next tap."""
+    var column: Int32
+    """Its column of the window."""
+    var shift: UInt32
+    """Where its rows begin, in bytes."""
+
+    @always_inline
+    def __init__(
+        out self,
+        *,
+        count: Int32,
+        columns: Int32,
+        tap_more: UInt32,
+        row_more: UInt32,
+        tap: Int32 = 0,
+    ):
+        """Begins with a tap.
+
+        Args:
+            count: Taps of a box.
+            columns: Taps of a row of the window.
+            tap_more: Bytes from a tap to the next in a row.
+            row_more: Bytes besides, from a row to the next.
+            tap: Which.
+        """
+        self.count, self.columns = count, columns
+        self.tap_more, self.row_more = tap_more, row_more
+        var r = Int32(UInt32(tap) // UInt32(columns))
+        self.tap, self.column = tap, tap - r * columns
+        self.shift = UInt32(tap) * tap_more + UInt32(r) * row_more
+
+    @always_inline
+    def begins(self) -> Bool:
+        """Tells whether the next tap is the first of a box.
+
+        Returns:
+            Whether it is.
+        """
+        return self.tap == 0
+
+    @always_inline
+    def advance(mut self):
+        """Goes on to the tap after, or to the first of the next box."""
+        self.tap += 1
+        self.column += 1
+        self.shift += self.tap_more
+        if self.column == self.columns:
+            self.column = 0
+            self.shift += self.row_more
+        if self.tap == self.count:
+            self.tap = 0
+            self.shift = 0
 
 
 struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):

@@ -40,6 +40,28 @@ struct TensorMap(TrivialRegisterPassable):
         self.high = 0
 
 
+struct Maps:
+    """Which tensor map of a product is which: a kernel has the first ones, as many as it needs.
+
+    Those of several products follow one another.
+    """
+
+    comptime X = 0
+    """Of the activations."""
+    comptime W = 1
+    """Of the filters."""
+    comptime Y = 2
+    """Of the result."""
+    comptime RESIDUAL = 3
+    """Of the residual."""
+    comptime COUNT = 4
+    """How many a product has."""
+    comptime X2 = Self.COUNT
+    """Of a second source's activations, where there is one product."""
+    comptime W2 = Self.COUNT + 1
+    """Of its filters."""
+
+
 struct TensorMaps[count: Int](Copyable, KernelArgument):
     """The tensor maps of a kernel, a `grid_constant` argument.
 

@@ -19,7 +19,7 @@ from std.sys import size_of
 
 from .conv import Conv, load_pixels
 from .pipeline import Pipeline
-from .pixel_box import PixelBox
+from .pixel_box import PixelBox, Taps
 from .ptx import ballot, cluster_wait, shared_load, shared_store
 from .scheduler import Share
 from .shared import ROW
@@ -160,24 +160,14 @@ struct StepCounter(Steps):
 
     var share: Share
     """The block's part of K."""
-    var taps: Int32
-    """Taps of a window."""
-    var columns: Int32
-    """Taps of a window's row."""
     var chunk: Int32
     """Channels of the next step, in steps of 128 bytes."""
-    var tap: Int32
-    """Its tap."""
-    var column: Int32
-    """The tap's column of the window."""
-    var bits: UInt32
-    """`Reads` of the next step."""
-    var tap_more: UInt32
-    """What `bits` grows by from a tap to the next."""
-    var row_more: UInt32
-    """What it grows by, besides, at the end of a window's row."""
-    var chunk_more: UInt32
-    """What it grows by, besides, at the end of a window."""
+    var taps: Taps
+    """Its tap, and what of `Reads` grows from tap to tap."""
+    var base: UInt32
+    """The rest of its `Reads`, which is that of all taps of the same channels."""
+    var base_more: UInt32
+    """What that grows by from channels to the next."""
 
     @always_inline
     def __init__(out self, share: Share, conv: Conv, box: PixelBox[_]):
@@ -188,22 +178,22 @@ struct StepCounter(Steps):
             conv: Sizes.
             box: What steps read.
         """
-        self.share, self.taps, self.columns = share, conv.taps, conv.s
+        self.share = share
         self.chunk = Int32(UInt32(share.begin) // UInt32(conv.taps))
-        self.tap = share.begin - self.chunk * conv.taps
-        var r = Int32(UInt32(self.tap) // UInt32(conv.s))
-        self.column = self.tap - r * conv.s
-        var rows = Int32(UInt32(conv.taps) // UInt32(conv.s))
-        if box.all_taps():
-            self.bits = Reads.box(0, r * box.width + self.column).bits
-            self.tap_more = Reads.box(0, 1).bits
-            self.row_more = Reads.box(0, box.width - conv.s).bits
-            self.chunk_more = Reads.box(1, 0).bits - Reads.box(0, rows * box.width).bits
-        else:
-            self.bits = Reads.tap(self.chunk, r, self.column).bits
-            self.tap_more = Reads.tap(0, 0, 1).bits
-            self.row_more = Reads.tap(0, 1, 0).bits - Reads.tap(0, 0, conv.s).bits
-            self.chunk_more = Reads.tap(1, 0, 0).bits - Reads.tap(0, rows, 0).bits
+        self.base, self.base_more = 0, Reads.box(1, 0).bits
+        var tap_more = Reads.box(0, 1).bits
+        var row_more = Reads.box(0, box.width - conv.s).bits
+        if not box.all_taps():
+            self.base, self.base_more = Reads.tap(self.chunk, 0, 0).bits, Reads.tap(1, 0, 0).bits
+            tap_more = Reads.tap(0, 0, 1).bits
+            row_more = Reads.tap(0, 1, 0).bits - Reads.tap(0, 0, conv.s).bits
+        self.taps = Taps(
+            count=conv.taps,
+            columns=conv.s,
+            tap_more=tap_more,
+            row_more=row_more,
+            tap=share.begin - self.chunk * conv.taps,
+        )
 
     @always_inline
     def first_chunk(self, conv: Conv) -> Int32:
@@ -233,7 +223,7 @@ struct StepCounter(Steps):
         Returns:
             How many.
         """
-        var taps = UInt32(self.taps)
+        var taps = UInt32(self.taps.count)
         var last = UInt32(self.share.end - 1) // taps
         return Int32(last - UInt32(self.share.begin) // taps) + 1
 
@@ -247,21 +237,15 @@ struct StepCounter(Steps):
         Returns:
             Of x.
         """
-        return Reads(self.bits)
+        return Reads(self.base + self.taps.shift)
 
     @always_inline
     def advance(mut self):
         """Goes on to the step after."""
-        self.tap += 1
-        self.column += 1
-        self.bits += self.tap_more
-        if self.column == self.columns:
-            self.column = 0
-            self.bits += self.row_more
-        if self.tap == self.taps:
-            self.tap = 0
+        self.taps.advance()
+        if self.taps.begins():
             self.chunk += 1
-            self.bits += self.chunk_more
+            self.base += self.base_more
 
 
 @fieldwise_init

@@ -48,7 +48,7 @@ from ..hopper.roles import Roles
 from ..hopper.scheduler import Start, TileScheduler
 from ..hopper.shared import ROW, shared_memory
 from ..hopper.store import Storing, load_residual, store_boxes
-from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ..hopper.tma import Maps, TensorMaps, TileLoader, TileStore, matrix_map
 from ..hopper.window import Reads
 from ..launch import launch
 from ..operands import F32, Data, Operands
@@ -161,7 +161,7 @@ comptime TILES: List[Config] = [
 def blocks_kernel[
     dtype: DType, epilogue: Epilogue, config: Config
 ](
-    maps: TensorMaps[4],
+    maps: TensorMaps[Maps.COUNT],
     tensors: EpilogueTensors[dtype, epilogue],
     lists: Data[I32],
     problem: Problem[1],
@@ -308,9 +308,9 @@ def _produce[
     comptime STAGE = UInt32(config.stage())
     comptime W_AT = UInt32(config.pixels * ROW)
     comptime PART = config.part[dtype]()
-    var x = TileLoader(maps, 0)
-    var w = TileLoader(maps, 1)
-    var residual = TileLoader(maps, 3)
+    var x = TileLoader(maps, Maps.X)
+    var w = TileLoader(maps, Maps.W)
+    var residual = TileLoader(maps, Maps.RESIDUAL)
     x.prefetch_descriptor()
     w.prefetch_descriptor()
     var schedule = problem.schedule
@@ -385,7 +385,7 @@ def _consume[
     comptime PARTS = config.parts[dtype]()
     comptime PART = config.part[dtype]()
     var leads = at.leads()
-    var y = TileStore(maps, 2)
+    var y = TileStore(maps, Maps.Y)
     var schedule = problem.schedule
 
     var pipeline = at_start
@@ -464,14 +464,14 @@ def enqueue_blocks[
         config.parts[dtype]() < config.stages
     ), "conv2d_blocks: the results expect fewer stages than there are"
     var m = g.pixels()
-    var maps = TensorMaps[4]()
-    maps.maps[0] = pixels_map[dtype](ctx, o.x, g, config.pixels)
-    maps.maps[1] = matrix_map[dtype, True](
+    var maps = TensorMaps[Maps.COUNT]()
+    maps.maps[Maps.X] = pixels_map[dtype](ctx, o.x, g, config.pixels)
+    maps.maps[Maps.W] = matrix_map[dtype, True](
         ctx, o.w, rows=entries * FILTERS, columns=WIDTH, box=FILTERS
     )
-    maps.maps[2] = matrix_map[dtype](ctx, o.y, rows=m, columns=g.f, box=PART)
+    maps.maps[Maps.Y] = matrix_map[dtype](ctx, o.y, rows=m, columns=g.f, box=PART)
     comptime if epilogue.joins:
-        maps.maps[3] = matrix_map[dtype](ctx, o.residual, rows=m, columns=g.f, box=PART)
+        maps.maps[Maps.RESIDUAL] = matrix_map[dtype](ctx, o.residual, rows=m, columns=g.f, box=PART)
     var problem = Problem[1](
         [g],
         rows=config.pixels,

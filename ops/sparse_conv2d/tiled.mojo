@@ -118,7 +118,11 @@ def blocks(config: TileConfig) -> Int:
 
 
 comptime Warps[config: TileConfig] = Roles[config.groups, EXPANDERS + 1]
-"""Which warps of a block do what: the last producer brings x, the others expand tiles."""
+"""Which warps of a block do what: the last producer brings x, the others expand tiles.
+
+Parameters:
+    config: Of the kernel.
+"""
 
 
 @fieldwise_init

@@ -48,6 +48,7 @@ from ..hopper.conv import Problem, Step, load_pixels, pixels_map
 from ..hopper.epilogue import EpilogueTensors, finish_columns
 from ..hopper.mma import ROWS, Matrix, hold, mma_sparse
 from ..hopper.pipeline import Pipeline
+from ..hopper.pixel_box import Taps
 from ..hopper.ptx import (
     fence_barrier_init,
     load_bytes,
@@ -157,7 +158,11 @@ struct Config(TrivialRegisterPassable):
 
 
 comptime Warps[config: Config] = Roles[config.groups, 2]
-"""Which warps of a block do what: the producers bring windows, and filters."""
+"""Which warps of a block do what: the producers bring windows, and filters.
+
+Parameters:
+    config: Of the kernel.
+"""
 comptime BARRIERS = SWIZZLED
 """Bytes before the stages, for the barriers of both rings."""
 comptime TILES: List[Config] = [
@@ -433,19 +438,23 @@ def _consume[
         var step_before = steps.index
         var window_before = windows.index
         var indices = StaticTuple[UInt32, 2](fill=0)
-        var r = Int32(0)
-        var s = Int32(0)
+        var taps = Taps(
+            count=conv.taps,
+            columns=conv.s,
+            tap_more=UInt32(layout.tap),
+            row_more=UInt32(layout.row - conv.s * layout.tap),
+        )
         # By twos: products that still run read their register of indices, so two steps have two.
         for i in range(Int32(0), conv.steps(), Int32(2)):
             comptime for odd in range(2):
                 if i + Int32(odd) < conv.steps():
-                    var begins = not config.shares or r + s == 0
+                    var begins = not config.shares or taps.begins()
                     if begins:
                         windows.wait()
                     steps.wait()
                     var pixels = windows.stage()
                     comptime if config.shares:
-                        pixels += UInt32(r * layout.row + s * layout.tap)
+                        pixels += taps.shift
                     var x = Matrix(pixels)
                     var w = steps.stage() + group * UInt32(VALUES)
                     indices[odd] = shared_load(
@@ -469,13 +478,9 @@ def _consume[
                     window_before = windows.index
                     steps.advance()
                     comptime if config.shares:
-                        s += 1
-                        if s == conv.s:
-                            s = 0
-                            r += 1
-                            if r * conv.s == conv.taps:
-                                r = 0
-                                windows.advance()
+                        taps.advance()
+                        if taps.begins():
+                            windows.advance()
                     else:
                         windows.advance()
         wgmma_wait_group_sync[0]()
