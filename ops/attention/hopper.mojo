@@ -2,7 +2,7 @@
 
     q[N, T, C], k[N, S, C], v[N, S, C], y[N, T, C], each head `depth` neighbouring channels of C
 
-FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608): one warp, the producer, has the copy engine
+FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608): one thread, the producer, has the copy engine
 (TMA) bring keys and values into a ring of stages in shared memory; `groups` warpgroups of 128
 threads, the consumers, take 64 queries each and walk over the stages by wgmma. Scores are float32
 sums in registers; probabilities, rounded to the dtype of v, go from registers into the second
@@ -53,9 +53,9 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.roles import GIVING, Roles
+from ..hopper.roles import Roles
 from ..hopper.scheduler import TileScheduler
-from ..hopper.shared import ROW, WARPGROUP, SharedMemory, bytes_until, shared_memory
+from ..hopper.shared import ROW, WARPGROUP, SharedAllocator, bytes_until, shared_memory
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
 from ..launch import launch
@@ -192,7 +192,7 @@ def least_keys(depth: Int) -> Int:
     return 129 if depth == 32 else 65 if depth == 96 else 1
 
 
-comptime Warps[config: Config] = Roles[config.groups, GIVING]
+comptime Warps[config: Config] = Roles[config.groups, moves_registers=True]
 """Which warps of a block do what.
 
 Parameters:
@@ -220,7 +220,7 @@ struct Storage[config: Config](TrivialRegisterPassable):
     var weights: Pipeline
     """Of the linear layer, a ring of one stage; these two take no room without such a layer."""
     var end: UInt32
-    """Address of what follows."""
+    """First address behind all of these."""
 
     @always_inline
     def __init__(out self, data: UInt32):
@@ -235,15 +235,16 @@ struct Storage[config: Config](TrivialRegisterPassable):
         comptime QUERIES = UInt32(C.queries())
         comptime RESIDUALS = C.groups if C.projected else 0
         comptime WEIGHTS = 1 if C.projected else 0
-        var memory = SharedMemory(data)
+        comptime WEIGHTS_BYTES = UInt32(2 * C.depth * C.depth)
+        var memory = SharedAllocator(data)
         var tiles = memory.take(UInt32(STAGES) * TILES)
         var queries = memory.take(UInt32(C.groups) * QUERIES)
         var residuals = memory.take(UInt32(RESIDUALS) * QUERIES)
-        var weights = memory.take(WEIGHTS * 2 * C.depth * C.depth)
+        var weights = memory.take(UInt32(WEIGHTS) * WEIGHTS_BYTES)
         self.tiles = Pipeline(tiles, memory, stages=STAGES, bytes=TILES, parts=2)
         self.queries = Pipeline(queries, memory, stages=1, bytes=QUERIES, rings=C.groups)
         self.residual = Pipeline(residuals, memory, stages=1, bytes=QUERIES, rings=RESIDUALS)
-        self.weights = Pipeline(weights, memory, stages=1, bytes=QUERIES, rings=WEIGHTS)
+        self.weights = Pipeline(weights, memory, stages=1, bytes=WEIGHTS_BYTES, rings=WEIGHTS)
         self.end = memory.end
 
     @always_inline

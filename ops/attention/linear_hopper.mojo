@@ -51,7 +51,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.roles import Roles
 from ..hopper.scheduler import TileScheduler, Turns
-from ..hopper.shared import SharedMemory, bytes_until, shared_memory
+from ..hopper.shared import SharedAllocator, bytes_until, shared_memory
 from ..hopper.store import Storing, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map, tensor_map
 from ..kernel_argument import KernelArgument
@@ -137,7 +137,7 @@ struct Storage[config: Config](TrivialRegisterPassable):
     var junk: UInt32
     """Address of 16 bytes for results of rows that are of another image."""
     var end: UInt32
-    """Address of what follows."""
+    """First address behind all of these."""
 
     @always_inline
     def __init__(out self, data: UInt32):
@@ -147,7 +147,7 @@ struct Storage[config: Config](TrivialRegisterPassable):
             data: Its address.
         """
         comptime C = Self.config
-        var memory = SharedMemory(data)
+        var memory = SharedAllocator(data)
         var queries = memory.take(C.consumers * Self.PART)
         var w = memory.take(C.w_stages * Self.PART)
         var tiles = memory.take(Self.STAGES * BOX)
@@ -343,7 +343,7 @@ def _consume[
             )
         queries.advance()
         var sums = bias_of_columns[COLUMNS](storage.bias + UInt32(first + at.column()) * 4)
-        sync_writes(ALL, Warps[config].MULTIPLYING)
+        sync_writes(ALL, Warps[config].CONSUMER_THREADS)
 
         # Multiply.
         var storing = Storing[0]()  # the ring of w holds no results
@@ -357,7 +357,7 @@ def _consume[
             start=sums,
         )
         # The others have read this consumer's heads, too: the next queries may come.
-        sync_threads(ALL, UInt32(Warps[config].MULTIPLYING))
+        sync_threads(ALL, UInt32(Warps[config].CONSUMER_THREADS))
         if leads and tile + turns.step < turns.end:
             _load_queries[config](maps, queries, first, row + turns.step * Int32(ROWS))
 

@@ -66,9 +66,9 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.roles import GIVING, Roles
+from ..hopper.roles import Roles
 from ..hopper.scheduler import TileScheduler
-from ..hopper.shared import ROW, SharedMemory, bytes_until, shared_memory, swizzle
+from ..hopper.shared import ROW, SharedAllocator, bytes_until, shared_memory, swizzle
 from ..hopper.store import StoringStage, store_boxes, sync_writes
 from ..hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
 from ..kernel_argument import KernelArgument
@@ -257,7 +257,7 @@ struct ChainConfig(TrivialRegisterPassable):
         return ROWS * self.groups
 
 
-comptime Warps[config: ChainConfig] = Roles[config.groups, GIVING]
+comptime Warps[config: ChainConfig] = Roles[config.groups, moves_registers=True]
 """Which warps of a block do what.
 
 Parameters:
@@ -337,7 +337,7 @@ struct ChainStorage[config: ChainConfig](TrivialRegisterPassable):
             data: Its address.
         """
         comptime C = Self.config
-        var memory = SharedMemory(data)
+        var memory = SharedAllocator(data)
         var weights = memory.take(C.w_stages // 2 * Self.PAIR + C.w_stages % 2 * C.w1())
         var x = memory.take(C.groups * C.x_stages * Self.TILE)
         var h = memory.take(C.groups * C.h_stages * BOX)

@@ -71,7 +71,7 @@ from ..hopper.ptx import (
 )
 from ..hopper.roles import Roles
 from ..hopper.scheduler import Start, Work
-from ..hopper.shared import ROW, SharedMemory, bytes_until, shared_memory
+from ..hopper.shared import ROW, SharedAllocator, bytes_until, shared_memory
 from ..hopper.store import Storing, load_residual, store_boxes
 from ..hopper.tma import (
     Maps,
@@ -241,17 +241,17 @@ struct Storage[config: Config](TrivialRegisterPassable):
         config: The tile.
     """
 
-    comptime Peers = Exchange[Self.config.columns, Self.config.groups, Self.config.peers]
+    comptime Received = Exchange[Self.config.columns, Self.config.groups, Self.config.peers]
     """What the peers of a block send to it."""
     comptime BYTES = bytes_until(Self(0).end)
     """Bytes that a launch asks for."""
 
     var pipeline: Pipeline
     """The ring."""
-    var exchange: Self.Peers
+    var exchange: Self.Received
     """Takes no room without peers."""
     var end: UInt32
-    """Address of what follows."""
+    """First address behind all of these."""
 
     @always_inline
     def __init__(out self, data: UInt32):
@@ -260,15 +260,15 @@ struct Storage[config: Config](TrivialRegisterPassable):
         Args:
             data: Its address.
         """
-        var memory = SharedMemory(data)
+        var memory = SharedAllocator(data)
         comptime STAGE = Self.config.stage()
         var stages = memory.take(Self.config.stages * STAGE)
         self.pipeline = Pipeline(
             stages, memory, stages=Int32(Self.config.stages), bytes=UInt32(STAGE)
         )
-        var inbox = memory.take(Self.Peers.BYTES)
+        var inbox = memory.take(Self.Received.BYTES)
         var barrier = memory.take(Barrier.BYTES if Self.config.peers > 1 else 0)
-        self.exchange = Self.Peers(inbox, Barrier(barrier))
+        self.exchange = Self.Received(inbox, Barrier(barrier))
         self.end = memory.end
 
     @always_inline
@@ -342,8 +342,8 @@ def hopper_kernel[
     """
     comptime assert config.part[out]() > 0, "hopper_gemm: columns are 32, or a multiple of 64"
     comptime assert not (
-        config.split and epilogue.normed()
-    ), "hopper_gemm: reduce_cluster has no whole rows"
+        config.split and (epilogue.normed() or config.groups > 1)
+    ), "hopper_gemm: reduce_cluster has the rows of one consumer, and not all columns"
     var storage = Storage[config](shared_memory["hopper_gemm"]())
     var t = Int32(thread_idx.x)
     if t == 0:

@@ -6,14 +6,16 @@ The product is that of hopper.mojo, for short K and many pixels, where the epilo
 about as long as the products: x and w are the same tensors, and the parts are the same.
 
 A block keeps to one tile of filters, of one product if there are several: all of their K lies in
-shared memory for the whole launch, and the ring holds pixels alone, 64 x 128 bytes a stage. Its consumers, of a warpgroup each, take tiles of
-64 pixels in turns (CUTLASS calls this a ping-pong kernel): `OrderedSequence` passes the tensor cores
-on as soon as a tile's products are issued, and its epilogue runs under those of the next tiles. The
-result leaves through the copy engine box by box, from boxes of each consumer's own: stages of the ring
-that wait for an epilogue would be missing for the pixels of the next tiles.
+shared memory for the whole launch, and the ring holds pixels alone, 64 x 128 bytes a stage. Its
+consumers, of a warpgroup each, take tiles of 64 pixels in turns (CUTLASS calls this a ping-pong
+kernel): `OrderedSequence` passes the tensor cores on as soon as a tile's products are issued, and
+its epilogue runs under those of the next tiles. The result leaves through the copy engine box by
+box, from boxes of each consumer's own: stages of the ring that wait for an epilogue would be missing
+for the pixels of the next tiles.
 
-Stages come from the ring in the order of tiles. A consumer that waits for a stage knows that the
-stage's last contents had come: its predecessor has waited for them before it passed the turn.
+Stages come from the ring in the order of tiles. A wait for a stage tells phases apart by parity, so
+a consumer may be one phase behind at most. It is: the consumer before it has waited for what the stage
+held last, before it passed the turn.
 
 Takes as many steps of K as leave room for `FEWEST` stages: 6 of 192 filters, 10 of 128. Bound by
 device memory where K is short. With 384 channels the products of 128 filters take 1,900 cycles, as
@@ -46,8 +48,8 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.roles import GIVING, Roles
-from ..hopper.shared import ROW, SWIZZLED, SharedMemory, block_memory, shared_memory
+from ..hopper.roles import Roles
+from ..hopper.shared import ROW, SWIZZLED, SharedAllocator, block_memory, shared_memory
 from ..hopper.store import BoxRing, store_boxes
 from ..hopper.tma import Maps, TensorMaps, TileLoader, TileStore, matrix_map
 from ..launch import launch
@@ -170,7 +172,7 @@ struct PingPong(TrivialRegisterPassable):
         return not epilogue.joins and self.room(steps) >= FEWEST + self.groups
 
 
-comptime Warps[config: PingPong] = Roles[config.groups, GIVING]
+comptime Warps[config: PingPong] = Roles[config.groups, moves_registers=True]
 """Which warps of a block do what.
 
 Parameters:
@@ -219,7 +221,7 @@ def pingpong_kernel[
     """
     comptime assert not epilogue.joins, "pingpong_gemm: a residual has no box"
     comptime W_BYTES = config.columns * ROW
-    var memory = SharedMemory(shared_memory["gemm_pingpong"]())
+    var memory = SharedAllocator(shared_memory["gemm_pingpong"]())
     var steps = problem.steps()
     var of_filters = memory.take(UInt32(steps * Int32(W_BYTES)))
     var ring = memory.take(UInt32(stages * Int32(BOX)))

@@ -49,7 +49,7 @@ from ..hopper.pipeline import Pipeline
 from ..hopper.pixel_box import PixelBox, box_map
 from ..hopper.ptx import cluster_arrive, cluster_wait, sync_threads
 from ..hopper.roles import Roles
-from ..hopper.shared import ROW, SWIZZLED, WARP, block_memory, shared_memory
+from ..hopper.shared import ROW, SWIZZLED, block_memory, shared_memory
 from ..hopper.tile import TileBlock, TileConfig, TilePlan, consume_tile
 from ..hopper.tma import Maps, TensorMaps, TileLoader
 from ..hopper.window import StepCounter, produce_pixels
@@ -108,7 +108,6 @@ def resident_kernel[
         problem: Sizes.
         plan: How shared memory is divided.
     """
-    comptime CONSUMERS = Int32(Warps[config].MULTIPLYING)
     var t = Int32(thread_idx.x)
     var block = TileBlock(shared_memory["gemm_resident"](), problem, plan)
     var tile = block.tile
@@ -119,32 +118,34 @@ def resident_kernel[
         cluster_arrive()
 
     var steps = StepCounter(block.share, problem.conv, plan.box)
-    if t < CONSUMERS:
+    var producer = Warps[config].producer(t)
+    if producer < 0:
         var of = tensors.of(tile.product)
         if problem.constant == 0:
             wait_on_dependent_grids()
         if t < Int32(config.columns):
             block.load_bias(t, of, problem.filters)
-        sync_threads(1, UInt32(CONSUMERS))
+        sync_threads(1, UInt32(Warps[config].CONSUMER_THREADS))
         consume_tile(block, steps, of, problem, plan.box, Fragment(t))
-    elif t == CONSUMERS:
-        if problem.constant == 0:
-            wait_on_dependent_grids()
-        _produce_filters[dtype, split=config.split](
-            TileLoader(maps.address(), MAPS * tile.product + Maps.W),
-            block.w,
-            steps,
-            tile.column * Int32(config.columns),
-        )
-    elif t == CONSUMERS + Int32(WARP):
-        produce_pixels[dtype, split=config.split](
-            TileLoader(maps.address(), MAPS * tile.product + Maps.X),
-            block.x,
-            steps,
-            problem.conv,
-            plan.box,
-            tile.row,
-        )
+    elif Warps[config].drives(t):
+        if producer == 0:
+            if problem.constant == 0:
+                wait_on_dependent_grids()
+            _produce_filters[dtype, split=config.split](
+                TileLoader(maps.address(), MAPS * tile.product + Maps.W),
+                block.w,
+                steps,
+                tile.column * Int32(config.columns),
+            )
+        else:
+            produce_pixels[dtype, split=config.split](
+                TileLoader(maps.address(), MAPS * tile.product + Maps.X),
+                block.x,
+                steps,
+                problem.conv,
+                plan.box,
+                tile.row,
+            )
 
 
 @always_inline

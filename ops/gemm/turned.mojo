@@ -60,7 +60,7 @@ from ..hopper.roles import Roles
 from ..hopper.shared import (
     ROW,
     WARPGROUP,
-    SharedMemory,
+    SharedAllocator,
     block_memory,
     bytes_until,
     shared_memory,
@@ -226,7 +226,7 @@ struct TurnedPlan[config: TurnedConfig](KernelArgument, TrivialRegisterPassable)
         """Counts the bytes of shared memory that a launch asks for.
 
         Returns:
-            Those of `TurnedStorage`.
+            Those of `TurnedStorage`, and what aligning it takes.
         """
         return bytes_until(TurnedStorage(0, self).end)
 
@@ -245,7 +245,7 @@ struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
     var y: Pipeline
     """A stage for the residual and the result of each consumer."""
     var end: UInt32
-    """Address of what follows."""
+    """First address behind all of these."""
 
     @always_inline
     def __init__(out self, data: UInt32, plan: TurnedPlan[Self.config]):
@@ -257,7 +257,7 @@ struct TurnedStorage[config: TurnedConfig](TrivialRegisterPassable):
         """
         comptime W = UInt32(Self.config.filters * Self.config.row)
         comptime Y = UInt32(Self.config.result())
-        var memory = SharedMemory(data)
+        var memory = SharedAllocator(data)
         var w = memory.take(UInt32(plan.stages) * W)
         var x = memory.take(UInt32(BOXES) * UInt32(plan.box.bytes))
         var y = memory.take(CONSUMERS * Y)
@@ -449,8 +449,8 @@ def _consume[
         var taps = Taps(
             count=plan.taps,
             columns=plan.columns,
-            tap_more=UInt32(config.row),
-            row_more=UInt32((plan.box.width - plan.columns) * Int32(config.row)),
+            tap_step=UInt32(config.row),
+            row_step=UInt32((plan.box.width - plan.columns) * Int32(config.row)),
         )
         for k in range(problem.conv.steps()):
             if taps.begins():

@@ -19,7 +19,7 @@ from max.gpu import thread_idx
 
 from .barrier import Barrier
 from .ptx import arrive_threads, fence_barrier_init, sync_threads
-from .shared import WARPGROUP, SharedMemory, bytes_until
+from .shared import WARPGROUP, SharedAllocator, bytes_until
 
 
 struct Pipeline(TrivialRegisterPassable):
@@ -28,7 +28,7 @@ struct Pipeline(TrivialRegisterPassable):
     comptime BARRIERS = 2 * Barrier.BYTES
     """Bytes of a stage's two barriers."""
     comptime PART = Barrier.BYTES
-    """Bytes of a barrier more, for each part of a stage but the first."""
+    """Bytes of the `full` barrier of each part of a stage but the first."""
 
     var data: UInt32
     """Address of the first stage in shared memory."""
@@ -79,7 +79,7 @@ struct Pipeline(TrivialRegisterPassable):
     def __init__(
         out self,
         data: UInt32,
-        mut memory: SharedMemory,
+        mut memory: SharedAllocator,
         *,
         stages: Int32,
         bytes: UInt32,
@@ -97,8 +97,12 @@ struct Pipeline(TrivialRegisterPassable):
             rings: How many rings there are; `of_consumer` finds those behind the first.
         """
         self = Self(data, memory.end, stages=stages, bytes=bytes, parts=Int32(parts))
-        var each = Self.BARRIERS + (parts - 1) * Self.PART
-        _ = memory.take(UInt32(rings * each) * UInt32(stages))
+        _ = memory.take(UInt32(rings) * self._barriers())
+
+    @always_inline
+    def _barriers(self) -> UInt32:
+        """Counts the bytes of the ring's barriers."""
+        return self.stages * (UInt32(Self.BARRIERS - Self.PART) + self.parts * UInt32(Self.PART))
 
     @staticmethod
     def block_bytes(*, stages: Int, bytes: Int) -> Int:
@@ -111,21 +115,27 @@ struct Pipeline(TrivialRegisterPassable):
         Returns:
             What `of_block` divides, and what aligning it may take.
         """
-        var memory = SharedMemory(0)
-        var data = memory.take(stages * bytes)
-        _ = Self(data, memory, stages=Int32(stages), bytes=UInt32(bytes))
+        var memory = SharedAllocator(0)
+        _ = Self._alone(memory, stages=stages, bytes=bytes)
         return bytes_until(memory.end)
 
     @staticmethod
     @always_inline
-    def of_block[stages: Int](first: UInt32, *, bytes: Int, consumers: Int, threads: Int) -> Self:
+    def _alone(mut memory: SharedAllocator, *, stages: Int, bytes: Int) -> Self:
+        """Takes the stages, and the barriers behind them."""
+        var data = memory.take(stages * bytes)
+        return Self(data, memory, stages=Int32(stages), bytes=UInt32(bytes))
+
+    @staticmethod
+    @always_inline
+    def of_block[stages: Int](data: UInt32, *, bytes: Int, consumers: Int, threads: Int) -> Self:
         """Makes the only ring of a block, by all threads.
 
         Parameters:
             stages: How many stages there are.
 
         Args:
-            first: Address of the block's shared memory.
+            data: Address of the block's shared memory.
             bytes: From a stage to the next.
             consumers: How many arrivals release a stage.
             threads: Of the block; they meet.
@@ -133,9 +143,8 @@ struct Pipeline(TrivialRegisterPassable):
         Returns:
             The ring, its barriers prepared.
         """
-        var memory = SharedMemory(first)
-        var data = memory.take(stages * bytes)
-        var ring = Self(data, memory, stages=Int32(stages), bytes=UInt32(bytes))
+        var memory = SharedAllocator(data)
+        var ring = Self._alone(memory, stages=stages, bytes=bytes)
         if thread_idx.x == 0:
             ring.init[stages](consumers=consumers)
             fence_barrier_init()
@@ -185,7 +194,7 @@ struct Pipeline(TrivialRegisterPassable):
 
     @always_inline
     def of_consumer(self, number: UInt32) -> Self:
-        """Finds a consumer's ring, where each has one of its own: stages and barriers lie consumer by consumer.
+        """Finds the ring of another consumer, where each has one of its own.
 
         Args:
             number: Of the consumer; this ring is that of the first, 0.
@@ -195,9 +204,8 @@ struct Pipeline(TrivialRegisterPassable):
         """
         var ring = self
         ring.data += number * (self.stages * self.bytes)
-        var barriers = number * (self.stages * UInt32(Self.BARRIERS))
-        ring.full += barriers
-        ring.empty += barriers
+        ring.full += number * self._barriers()
+        ring.empty += number * self._barriers()
         return ring
 
     @always_inline

@@ -3,8 +3,9 @@
 A tile is a band of an image: of each 128 or 64 bytes of channels the copy engine brings `height + R - 1`
 whole rows once, with their padding. Each row of the image gives Q + S - 1 rows of the product, of which
 the last S - 1 are computed in vain. So tap (r, s) is the same box from row r (Q + S - 1) + s on. That
-takes several taps, stride and dilation 1, and a box of at most `BOX` rows; of other windows the pixels come
-tap by tap, as load_pixels of conv.mojo brings them.
+takes several taps, stride and dilation 1, and a box of at most `BOX_ROWS` rows; of other windows the pixels come
+tap by tap, as load_pixels of conv.mojo brings them. A box may also be that of some columns of the window, each
+group of columns with a box of its own: narrower rows, so more of them in a tile.
 
     PixelBox   which pixels are a tile's, and what a stage of x holds
     Taps       the taps that read a box, one after another
@@ -24,27 +25,33 @@ from .conv import Conv, Pixel, pixels_map
 from .shared import ROW, SWIZZLED
 from .tma import TensorMap, tensor_map
 
-comptime BOX = 384
+comptime BOX_ROWS = 384
 """Rows of 128 bytes that a stage has at most, where it is a box."""
+comptime COPIED = 256
+"""Pixels along an axis that a copy brings at most (CUDA's driver API)."""
 
 
 struct Taps(TrivialRegisterPassable):
-    """The taps that read a box, row by row, and where each one's rows begin in it."""
+    """The taps that read a box, row by row of the window, and where each one's rows begin in it.
+
+    Where is a number that grows from tap to tap, and begins at 0 again with the next box: bytes, or bits of
+    `Reads` (window.mojo).
+    """
 
     var count: Int32
     """Taps of a box."""
     var columns: Int32
     """Taps of a row of the window."""
-    var tap_more: UInt32
-    """Bytes from a tap to the next in a row."""
-    var row_more: UInt32
-    """Bytes besides, from the last tap of a row to the first of the next."""
+    var tap_step: UInt32
+    """What the shift grows by from a tap to the next."""
+    var row_step: UInt32
+    """What it grows by besides, from the last tap of a row to the first of the next."""
     var tap: Int32
     """The next tap."""
     var column: Int32
     """Its column of the window."""
     var shift: UInt32
-    """Where its rows begin, in bytes."""
+    """Where its rows begin."""
 
     @always_inline
     def __init__(
@@ -52,8 +59,8 @@ struct Taps(TrivialRegisterPassable):
         *,
         count: Int32,
         columns: Int32,
-        tap_more: UInt32,
-        row_more: UInt32,
+        tap_step: UInt32,
+        row_step: UInt32,
         tap: Int32 = 0,
     ):
         """Begins with a tap.
@@ -61,15 +68,15 @@ struct Taps(TrivialRegisterPassable):
         Args:
             count: Taps of a box.
             columns: Taps of a row of the window.
-            tap_more: Bytes from a tap to the next in a row.
-            row_more: Bytes besides, from a row to the next.
-            tap: Which.
+            tap_step: What the shift grows by from a tap to the next.
+            row_step: What it grows by besides, from a row to the next.
+            tap: The tap, below `count`.
         """
         self.count, self.columns = count, columns
-        self.tap_more, self.row_more = tap_more, row_more
+        self.tap_step, self.row_step = tap_step, row_step
         var r = Int32(UInt32(tap) // UInt32(columns))
         self.tap, self.column = tap, tap - r * columns
-        self.shift = UInt32(tap) * tap_more + UInt32(r) * row_more
+        self.shift = UInt32(tap) * tap_step + UInt32(r) * row_step
 
     @always_inline
     def begins(self) -> Bool:
@@ -85,10 +92,10 @@ struct Taps(TrivialRegisterPassable):
         """Goes on to the tap after, or to the first of the next box."""
         self.tap += 1
         self.column += 1
-        self.shift += self.tap_more
+        self.shift += self.tap_step
         if self.column == self.columns:
             self.column = 0
-            self.shift += self.row_more
+            self.shift += self.row_step
         if self.tap == self.count:
             self.tap = 0
             self.shift = 0
@@ -129,9 +136,9 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
         var width = g.q + s - 1
         var last = (g.r - 1) * width + s - 1 + Self.rows
         var near = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w) == 1
-        # Along an axis a copy has at most 256 pixels.
-        if g.r * g.s > 1 and g.r <= 128 and width <= Self.rows and near and last <= BOX:
-            var bands = ceildiv(g.p, min(g.p, (Self.rows + s - 1) // width))
+        if g.r * g.s > 1 and g.r <= COPIED and width <= Self.rows and near and last <= BOX_ROWS:
+            var most = min(g.p, (Self.rows + s - 1) // width, COPIED - g.r + 1)
+            var bands = ceildiv(g.p, most)
             var height = ceildiv(g.p, bands)
             var loads = (height + g.r - 1) * width * row
             self.bytes = Int32(ceildiv(max(loads, last * row), SWIZZLED) * SWIZZLED)

@@ -1,72 +1,68 @@
-"""Which warps of a block do what: some multiply, others bring what is multiplied.
+"""Which warps of a block do what: some multiply, others bring what is multiplied (warp specialization).
 
-The first warpgroups are the consumers. The producers are the warps behind them; of each, one thread drives the copy
-engine. A launch gives every thread as many registers as any other. Where consumers need more, a whole warpgroup is
-behind them, which gives its registers to the consumers: one thread of it drives the copy engine, and the others end.
+The first warpgroups are the consumers. Behind them come the producers, a warp each; the first thread of a warp drives
+the copy engine. A launch gives all threads the same number of registers. Where the consumers need more, the producer is
+a whole warpgroup, which gives them its own (setmaxnreg of the PTX manual).
 
     if Warps.produces(t):
-        Warps.give_registers()      or not
         if Warps.drives(t):
             ...
     else:
-        Warps.take_registers()      or not
         ...
 
-CUTLASS calls this warp specialization.
+In some kernels other threads of a producer work too: they expand tiles (sparse_conv2d/tiled.mojo), or convert
+pixels (stem/hopper.mojo).
 """
 
 from .ptx import registers_give, registers_take
 from .shared import WARP, WARPGROUP
 
-comptime GIVING = WARPGROUP // WARP
-"""Warps of a producer that gives registers: a warpgroup."""
 
-
-struct Roles[consumers: Int, producers: Int = 1]:
+struct Roles[consumers: Int, producers: Int = 1, *, moves_registers: Bool = False]:
     """The warps of a block.
 
     Parameters:
         consumers: Warpgroups that multiply.
-        producers: Warps behind them, each a producer; or `GIVING`, which are one together.
+        producers: Warps behind them.
+        moves_registers: Whether the only producer is a warpgroup, which gives registers to the consumers.
     """
 
-    comptime MULTIPLYING = WARPGROUP * Self.consumers
-    """Threads of the consumers."""
-    comptime THREADS = Self.MULTIPLYING + WARP * Self.producers
+    comptime CONSUMER_THREADS = WARPGROUP * Self.consumers
+    """Threads that multiply."""
+    comptime PRODUCER = WARPGROUP if Self.moves_registers else WARP
+    """Threads of a producer."""
+    comptime THREADS = Self.CONSUMER_THREADS + Self.PRODUCER * Self.producers
     """Threads of the block."""
-    comptime KEPT = 24
-    """Registers that a thread of a warpgroup keeps that only drives the copy engine."""
-    comptime TAKEN = Self._taken()
-    """Registers of a consumer's thread: what those that keep `KEPT` leave of those of the launch."""
+    comptime PRODUCER_REGISTERS = 24
+    """Registers that each thread of the producer keeps: enough to drive the copy engine."""
+    comptime CONSUMER_REGISTERS = Self._consumer_registers()
+    """Registers of each consumer's thread afterwards, if the block has a multiprocessor of its own."""
 
     @staticmethod
-    def _taken() -> Int:
-        var each = 65536 // Self.THREADS // 8 * 8
-        var left = each * (Self.consumers + 1) - Self.KEPT
+    def _consumer_registers() -> Int:
+        """Divides what the producer leaves of those of the launch, which come in eights."""
+        var launched = 65536 // Self.THREADS // 8 * 8
+        var left = launched * (Self.consumers + 1) - Self.PRODUCER_REGISTERS
         return min(left // Self.consumers // 8 * 8, 240)
 
     @staticmethod
     @always_inline
     def produces(t: Int32) -> Bool:
-        """Tells a producer's threads from consumers'.
+        """Tells whether a thread is the only producer's.
 
         Args:
             t: The thread.
 
         Returns:
-            True behind the consumers.
+            False if it is a consumer's.
         """
-        comptime if Self.producers == GIVING:
-            return t // Int32(WARPGROUP) == Int32(Self.consumers)
-        elif Self.producers == 1:
-            return t // Int32(WARP) == Int32(Self.MULTIPLYING // WARP)
-        else:
-            return Self.producer(t) >= 0
+        comptime assert Self.producers == 1, "Roles: `producer` numbers several"
+        return t // Int32(Self.PRODUCER) == Int32(Self.CONSUMER_THREADS // Self.PRODUCER)
 
     @staticmethod
     @always_inline
     def producer(t: Int32) -> Int32:
-        """Numbers the warps of several producers.
+        """Numbers the producers' warps.
 
         Args:
             t: The thread.
@@ -74,34 +70,31 @@ struct Roles[consumers: Int, producers: Int = 1]:
         Returns:
             From 0 on; negative for a consumer.
         """
-        return t // Int32(WARP) - Int32(Self.MULTIPLYING // WARP)
+        return t // Int32(WARP) - Int32(Self.CONSUMER_THREADS // WARP)
 
     @staticmethod
     @always_inline
     def drives(t: Int32) -> Bool:
-        """Finds the thread of a producer that drives the copy engine.
+        """Tells whether a producer's thread is the one that drives the copy engine.
 
         Args:
-            t: A producer's thread.
+            t: The thread.
 
         Returns:
-            True for its first.
+            True of the producer's first.
         """
-        comptime if Self.producers == GIVING:
-            return t % Int32(WARPGROUP) == 0
-        else:
-            return t % Int32(WARP) == 0
+        return t % Int32(Self.PRODUCER) == 0
 
     @staticmethod
     @always_inline
     def give_registers():
         """Gives registers to the consumers; the whole producer calls this first."""
-        comptime assert Self.producers == GIVING, "Roles: a warpgroup gives registers"
-        registers_give[Self.KEPT]()
+        comptime assert Self.moves_registers, "Roles: a warpgroup gives registers"
+        registers_give[Self.PRODUCER_REGISTERS]()
 
     @staticmethod
     @always_inline
     def take_registers():
         """Waits for registers that the producer gives; all consumers call this first."""
-        comptime assert Self.producers == GIVING, "Roles: a warpgroup gives registers"
-        registers_take[Self.TAKEN]()
+        comptime assert Self.moves_registers, "Roles: a warpgroup gives registers"
+        registers_take[Self.CONSUMER_REGISTERS]()

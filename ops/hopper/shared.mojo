@@ -1,8 +1,8 @@
 """A block's shared memory, how a kernel divides it, and the order of 16-byte chunks in rows of 128 bytes.
 
 What a kernel has there is a struct, its storage (CUTLASS's SharedStorage). The struct's `__init__` takes one part
-after another from a `SharedMemory`. The kernel makes it from `shared_memory` on. The host makes it at address 0 and
-asks for `bytes_until` its end, so what a launch asks for and what the kernel divides can't differ.
+after another from a `SharedAllocator`. The kernel makes its storage at the address that `shared_memory` gives. The host
+makes one at address 0, and a launch asks for `bytes_until` its end: the division is written once.
 """
 
 from max.gpu.memory import AddressSpace, external_memory
@@ -52,18 +52,21 @@ def shared_memory[name: StaticString]() -> UInt32:
 
 
 @fieldwise_init
-struct SharedMemory(TrivialRegisterPassable):
-    """Divides shared memory into parts that follow one another."""
+struct SharedAllocator(TrivialRegisterPassable):
+    """Divides shared memory into parts that follow one another, without gaps.
+
+    So what is swizzled comes first, in multiples of `SWIZZLED` bytes, and what needs no alignment last.
+    """
 
     var end: UInt32
-    """Address behind the last part."""
+    """First address behind the parts that were taken."""
 
     @always_inline
     def take(mut self, bytes: UInt32) -> UInt32:
         """Takes the next part.
 
         Args:
-            bytes: How many; stages are taken first, as they begin at multiples of `SWIZZLED`.
+            bytes: How many.
 
         Returns:
             Its address.
@@ -89,10 +92,10 @@ def bytes_until(end: UInt32) -> Int:
     """Counts the bytes that a launch asks for.
 
     Args:
-        end: Where a storage at address 0 ends.
+        end: First address behind a storage at address 0.
 
     Returns:
-        These, and what aligning the first may take.
+        As many, and those that `shared_memory` may skip.
     """
     return Int(end) + SWIZZLED
 

@@ -31,7 +31,7 @@ from .pipeline import Pipeline
 from .pixel_box import PixelBox
 from .ptx import cluster_wait, fence_barrier_init, shared_store_float
 from .scheduler import Share, Tile
-from .shared import ROW, WARP, SharedMemory
+from .shared import ROW, WARP, SharedAllocator
 from .window import Steps, ring_stages
 
 
@@ -124,7 +124,7 @@ struct TilePlan[config: TileConfig](KernelArgument, TrivialRegisterPassable):
         """Counts the bytes of shared memory.
 
         Returns:
-            What `TileBlock` divides.
+            Those of `TileBlock`, without what aligning it takes.
         """
         return Int(TileBlock(0, self).end)
 
@@ -149,7 +149,7 @@ struct TileBlock[config: TileConfig](TrivialRegisterPassable):
     var bias: UInt32
     """Address of the bias of the tile's filters."""
     var end: UInt32
-    """Address of what follows."""
+    """First address behind all of these."""
 
     @always_inline
     def __init__(out self, data: UInt32, plan: TilePlan[Self.config]):
@@ -163,7 +163,7 @@ struct TileBlock[config: TileConfig](TrivialRegisterPassable):
         comptime Planned = TilePlan[Self.config]
         comptime W_BYTES = UInt32(Planned.W_BYTES)
         var x_bytes = UInt32(plan.box.bytes)
-        var memory = SharedMemory(data)
+        var memory = SharedAllocator(data)
         var w = memory.take(UInt32(plan.w_stages) * W_BYTES)
         var x = memory.take(UInt32(plan.x_stages) * x_bytes)
         var inbox = memory.take(Planned.INBOX)

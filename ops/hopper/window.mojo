@@ -19,7 +19,7 @@ from std.sys import size_of
 
 from .conv import Conv, load_pixels
 from .pipeline import Pipeline
-from .pixel_box import PixelBox, Taps
+from .pixel_box import BOX_ROWS, PixelBox, Taps
 from .ptx import ballot, cluster_wait, shared_load, shared_store
 from .scheduler import Share
 from .shared import ROW
@@ -46,6 +46,7 @@ struct Reads(TrivialRegisterPassable):
         Returns:
             The step's.
         """
+        comptime assert BOX_ROWS * ROW <= 1 << 16, "Reads: bytes of a box take 16 bits"
         return Self(UInt32(number << 16 | row * Int32(ROW)))
 
     @staticmethod
@@ -163,10 +164,10 @@ struct StepCounter(Steps):
     var chunk: Int32
     """Channels of the next step, in steps of 128 bytes."""
     var taps: Taps
-    """Its tap, and what of `Reads` grows from tap to tap."""
+    """Its tap; the shift is the part of `Reads` that depends on it."""
     var base: UInt32
-    """The rest of its `Reads`, which is that of all taps of the same channels."""
-    var base_more: UInt32
+    """The part of `Reads` that depends on the channels."""
+    var base_step: UInt32
     """What that grows by from channels to the next."""
 
     @always_inline
@@ -180,18 +181,18 @@ struct StepCounter(Steps):
         """
         self.share = share
         self.chunk = Int32(UInt32(share.begin) // UInt32(conv.taps))
-        self.base, self.base_more = 0, Reads.box(1, 0).bits
-        var tap_more = Reads.box(0, 1).bits
-        var row_more = Reads.box(0, box.width - conv.s).bits
+        self.base, self.base_step = 0, Reads.box(1, 0).bits
+        var tap_step = Reads.box(0, 1).bits
+        var row_step = Reads.box(0, box.width - conv.s).bits
         if not box.all_taps():
-            self.base, self.base_more = Reads.tap(self.chunk, 0, 0).bits, Reads.tap(1, 0, 0).bits
-            tap_more = Reads.tap(0, 0, 1).bits
-            row_more = Reads.tap(0, 1, 0).bits - Reads.tap(0, 0, conv.s).bits
+            self.base, self.base_step = Reads.tap(self.chunk, 0, 0).bits, Reads.tap(1, 0, 0).bits
+            tap_step = Reads.tap(0, 0, 1).bits
+            row_step = Reads.tap(0, 1, 0).bits - Reads.tap(0, 0, conv.s).bits
         self.taps = Taps(
             count=conv.taps,
             columns=conv.s,
-            tap_more=tap_more,
-            row_more=row_more,
+            tap_step=tap_step,
+            row_step=row_step,
             tap=share.begin - self.chunk * conv.taps,
         )
 
@@ -245,7 +246,7 @@ struct StepCounter(Steps):
         self.taps.advance()
         if self.taps.begins():
             self.chunk += 1
-            self.base += self.base_more
+            self.base += self.base_step
 
 
 @fieldwise_init

@@ -325,7 +325,7 @@ def tiled_kernel[
             storage.block, storage.steps, tensors, problem, plan.tile.box, Fragment(t)
         )
     elif producer < Int32(EXPANDERS):
-        _expand(storage, words, t - Int32(Warps[config].MULTIPLYING))
+        _expand(storage, words, t - Int32(Warps[config].CONSUMER_THREADS))
     elif Warps[config].drives(t):
         produce_pixels[dtype, split=config.split](
             TileLoader(maps.address()),

@@ -62,7 +62,7 @@ from ..hopper.shared import (
     ROW,
     SWIZZLED,
     WARPGROUP,
-    SharedMemory,
+    SharedAllocator,
     bytes_until,
     shared_memory,
     swizzle,
@@ -223,7 +223,7 @@ struct Storage(TrivialRegisterPassable):
     var steps: Pipeline
     """Filters, a stage a step."""
     var end: UInt32
-    """Address of what follows."""
+    """First address behind all of these."""
 
     @always_inline
     def __init__(out self, data: UInt32, config: Config, layout: WindowLayout):
@@ -234,8 +234,8 @@ struct Storage(TrivialRegisterPassable):
             config: How many stages there are.
             layout: How large a window is.
         """
-        var memory = SharedMemory(data)
-        var barriers = SharedMemory(memory.take(BARRIERS))
+        var memory = SharedAllocator(data)
+        var barriers = SharedAllocator(memory.take(BARRIERS))
         var window = UInt32(layout.window)
         var step = UInt32(config.step())
         var windows = memory.take(UInt32(config.windows) * window)
@@ -441,8 +441,8 @@ def _consume[
         var taps = Taps(
             count=conv.taps,
             columns=conv.s,
-            tap_more=UInt32(layout.tap),
-            row_more=UInt32(layout.row - conv.s * layout.tap),
+            tap_step=UInt32(layout.tap),
+            row_step=UInt32(layout.row - conv.s * layout.tap),
         )
         # By twos: products that still run read their register of indices, so two steps have two.
         for i in range(Int32(0), conv.steps(), Int32(2)):

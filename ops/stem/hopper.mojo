@@ -65,12 +65,12 @@ from ..hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ..hopper.roles import GIVING, Roles
+from ..hopper.roles import Roles
 from ..hopper.shared import (
     ROW,
     WARP,
     WARPGROUP,
-    SharedMemory,
+    SharedAllocator,
     bytes_until,
     shared_memory,
     swizzle,
@@ -145,7 +145,7 @@ struct Sizes(KernelArgument, TrivialRegisterPassable):
     """Rows of y of all images."""
 
 
-comptime Warps = Roles[1, GIVING]
+comptime Warps = Roles[1, moves_registers=True]
 """Which warps of a block do what: a warpgroup multiplies, and all threads of another one produce."""
 
 
@@ -170,7 +170,7 @@ struct Storage[op: StaticString](TrivialRegisterPassable):
     var loaded: Barrier
     """Tells that the weights have come."""
     var end: UInt32
-    """Address of what follows."""
+    """First address behind all of these."""
 
     @always_inline
     def __init__(out self, data: UInt32):
@@ -180,7 +180,7 @@ struct Storage[op: StaticString](TrivialRegisterPassable):
             data: Its address.
         """
         comptime BOTH = Self.op == NEXT
-        var memory = SharedMemory(data)
+        var memory = SharedAllocator(data)
         self.rows = memory.take(2 * Self.ROWS if BOTH else Self.ROWS)
         self.weights = memory.take(WEIGHTS if BOTH else 0)
         var stages = memory.take(STAGES * STAGE)

@@ -947,7 +947,7 @@ def pixel_box(
     pitch = broad + extra
     if g.r * g.s == 1 or (*g.stride, *g.dilation) != (1, 1, 1, 1) or pitch > rows:
         return pixels_of(x, g, rows, width), [rows * row] * 2 + [0] * 3, -(-g.pixels // rows)
-    bands = -(-high // min(high, (rows + extra) // pitch))
+    bands = -(-high // min(high, (rows + extra) // pitch, 257 - g.r))
     height = -(-high // bands)
     box = (height + g.r - 1) * pitch
     window = -(-max(box, (g.r - 1) * pitch + extra + rows) * row // 1024) * 1024

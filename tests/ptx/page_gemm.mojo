@@ -20,7 +20,7 @@ from ops.hopper.roles import Roles
 from ops.hopper.scheduler import TileScheduler
 from ops.hopper.shared import ROW, shared_memory
 from ops.hopper.store import Storing, load_residual, store_boxes
-from ops.hopper.tma import TensorMaps, TileLoader, TileStore, matrix_map
+from ops.hopper.tma import Maps, TensorMaps, TileLoader, TileStore, matrix_map
 from ops.launch import launch
 from ops.operands import F32, Data
 from std.math import ceildiv
@@ -70,8 +70,8 @@ def produce[
 ](maps: UInt64, schedule: TileScheduler[], steps: Int32, at_start: Pipeline):
     """Fills the stages, once the kernel ahead has written x."""
     comptime WIDTH = Int32(ROW // size_of[dtype]())
-    var x = TileLoader(maps, 0)
-    var w = TileLoader(maps, 1)
+    var x = TileLoader(maps, Maps.X)
+    var w = TileLoader(maps, Maps.W)
     var pipeline = at_start
     wait_on_dependent_grids()
     for number in schedule.turns():
@@ -82,7 +82,7 @@ def produce[
             x.load(pipeline.stage(), pipeline.barrier(), k * WIDTH, tile.row * TILE)
             w.load(pipeline.stage() + HALF, pipeline.barrier(), k * WIDTH, tile.column * TILE)
             pipeline.advance()
-        load_residual[dtype, TILE, joins=False](pipeline, x, 0, 0)  # an empty stage, for the result
+        load_residual[dtype, TILE, joins=False](pipeline, x, 0, 0)  # a stage for the result
 
 
 @always_inline
@@ -98,7 +98,7 @@ def consume[
     at: Fragment,
 ):
     """Multiplies the stages, and stores the tiles."""
-    var y = TileStore(maps, 2)
+    var y = TileStore(maps, Maps.Y)
     var pipeline = at_start
     var storing = Storing[1]()
     for number in schedule.turns():
@@ -138,18 +138,18 @@ def enqueue_gemm[
 ) raises:
     """Enqueues y[m, f] = act(x[m, k] w[f, k] + bias[f]); F is a multiple of 8, K one of 16 bytes."""
     var maps = TensorMaps[3]()
-    maps.maps[0] = matrix_map[dtype, True](ctx, x, rows=m, columns=k, box=TILE)
-    maps.maps[1] = matrix_map[dtype, True](ctx, w, rows=f, columns=k, box=TILE)
-    maps.maps[2] = matrix_map[out](ctx, y, rows=m, columns=f, box=TILE)
+    maps.maps[Maps.X] = matrix_map[dtype, True](ctx, x, rows=m, columns=k, box=TILE)
+    maps.maps[Maps.W] = matrix_map[dtype, True](ctx, w, rows=f, columns=k, box=TILE)
+    maps.maps[Maps.Y] = matrix_map[out](ctx, y, rows=m, columns=f, box=TILE)
     var schedule = TileScheduler[]([ceildiv(m, TILE)], columns=ceildiv(f, TILE))
     launch[gemm_kernel[dtype, out, epilogue]](
         ctx,
         maps,
-        EpilogueTensors[out, epilogue](bias, bias, y, y),
+        EpilogueTensors[out, epilogue](bias, bias, y, y),  # a second bias and a residual are not read
         schedule,
         Int32(ceildiv(k * size_of[dtype](), ROW)),
         Int32(f),
-        grid_dim=schedule.blocks(3 * Device(ctx).multiprocessors),
+        grid_dim=schedule.blocks(3 * Device(ctx).multiprocessors),  # each holds three
         block_dim=Warps.THREADS,
         shared=Pipeline.block_bytes(stages=STAGES, bytes=2 * HALF),
     )

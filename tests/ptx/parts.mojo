@@ -52,7 +52,7 @@ from ops.hopper.ptx import (
     stores_read,
     sync_threads,
 )
-from ops.hopper.roles import GIVING, Roles
+from ops.hopper.roles import Roles
 from ops.hopper.scheduler import Share, TileScheduler, Work
 from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
 from ops.hopper.store import BoxRing, Storing, StoringStage, store_boxes
@@ -824,7 +824,7 @@ def box_ring_kernel(maps: TensorMaps[1], boxes: Int32, tiles: Int32):
 
 @__name(t"parts_moved_registers_{groups}")
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Roles[groups, GIVING].THREADS)),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Roles[groups, moves_registers=True].THREADS)),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def moved_registers_kernel[groups: Int](seen: Data[I32]):
@@ -832,7 +832,7 @@ def moved_registers_kernel[groups: Int](seen: Data[I32]):
 
     Each thread says its group then, and that of the producer which drives the copy engine -1.
     """
-    comptime Warps = Roles[groups, GIVING]
+    comptime Warps = Roles[groups, moves_registers=True]
     var at = Fragment(Int32(thread_idx.x))
     if Warps.produces(at.t):
         Warps.give_registers()
@@ -1005,7 +1005,7 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
     )
     comptime for groups in range(1, 4):
         ctx.enqueue_function[moved_registers_kernel[groups]](
-            integers, grid_dim=n, block_dim=Roles[groups, GIVING].THREADS
+            integers, grid_dim=n, block_dim=Roles[groups, moves_registers=True].THREADS
         )
     var norm = Norm(floats, n)
     ctx.enqueue_function[exits_kernel](

@@ -1343,6 +1343,7 @@ TURNED_WINDOWS = [
     (TURNED[1], Conv(1, 14, 28, 72, 136, 3, 3, pad=(1, 1)), 0, "relu", 1),
     (TURNED[1], Conv(2, 9, 13, 64, 72, 5, 2, pad=(2, 1)), 0, "add_relu", 0.5),
     (TURNED[1], Conv(3, 14, 14, 72, 136, 3, 3, pad=(1, 1)), 1, "add_relu", 1),
+    (TURNED[1], Conv(1, 261, 1, 64, 64, 30, 1), 0, "relu", 1),  # a copy has at most 256 rows
 ]
 """Tiles of ops/gemm/turned.mojo, convolutions, columns that share a box, epilogues and alpha."""
 
