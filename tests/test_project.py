@@ -7,6 +7,7 @@ import graphlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,6 +210,7 @@ def test_a_set_up_that_is_interrupted_leaves_what_was_there(tmp_path: Path) -> N
             env={**os.environ, "PYTHON": str(python), **environ},
             capture_output=True,
             text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored under nohup
         )
         return done.returncode, log.read_text().splitlines(), done.stderr
 

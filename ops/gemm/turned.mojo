@@ -6,8 +6,8 @@
     w[F, R, S, C]   filters
     y[N, P, Q, F]   result, and the residual
 
-M = F filters, N = N * P * Q output pixels, K = C * R * S: windows of several taps, stride 1. wgmma
-has 64 rows and up to 256 columns, and reads a column of shared memory once for all 64 rows; so the
+Rows of the product are F filters, columns N * P * Q output pixels, K = C * R * S: windows of several
+taps, stride 1. wgmma has 64 rows and up to 256 columns, and reads a column of shared memory once for all 64 rows; so the
 many pixels are its columns. A tile is a band of an image, as in hopper/pixel_box.mojo: a box of whole
 rows of it, 128 bytes of channels, serves all taps of the window, or those of a column of it. The
 sums leave turned over, by stmatrix, for the copy engine, which drops the padding's pixels.
@@ -16,7 +16,7 @@ Blocks go from tile to tile. Three warps, the producers, have the copy engine br
 residuals; two warpgroups, the consumers, have 64 filters each:
 
     of one tile, 128 filters, which stream through a ring of their own
-    or of two tiles in turns, 64 filters, which stay in shared memory for the whole launch: one
+    or (ping-pong) of two tiles in turns, 64 filters, which stay in shared memory for the whole launch: one
     consumer's products run while the other stores its results
 
 Bound by the tensor cores, which take half a clock a column; shared memory is read and written in
@@ -134,7 +134,7 @@ struct TurnedConfig(TrivialRegisterPassable):
         return String(t"{self.filters}x{self.pixels}{row}")
 
     @always_inline
-    def turns(self) -> Bool:
+    def ping_pong(self) -> Bool:
         """Tells whether the consumers compute tiles in turns.
 
         Returns:
@@ -375,7 +375,7 @@ def _produce_filters[
                         f0,
                     )
                     pipeline.advance()
-        comptime if config.turns():
+        comptime if config.ping_pong():
             return
 
 
@@ -412,13 +412,13 @@ def _consume[
 ):
     """Multiplies the boxes of the tiles, and stores the results."""
     comptime COLUMNS = config.pixels
-    comptime WORKERS = Int32(CONSUMERS if config.turns() else 1)
+    comptime WORKERS = Int32(CONSUMERS if config.ping_pong() else 1)
     var group = at.group()
     var leads = at.leads()
     var own = OrderedSequence.own_barrier(group, CONSUMERS)
     var y = TileStore(maps, Maps.Y)
     var schedule = problem.schedule
-    var worker = group if config.turns() else 0
+    var worker = group if config.ping_pong() else 0
     var boxes = problem.conv.chunks * plan.parts
     var w_first = UInt32(group) * UInt32(ROWS * config.row)
     var x = storage.x
@@ -426,7 +426,7 @@ def _consume[
     var result = storage.y
     result.index = UInt32(group)
     var storing = StoringStage()
-    comptime if config.turns():
+    comptime if config.ping_pong():
         w_first = 0
         x.advance(UInt32(group * boxes))
         w.wait_first(Int32(w.stages))
@@ -435,7 +435,7 @@ def _consume[
     for number in schedule.turns(worker, WORKERS):
         var tile = schedule.tile(number)
         var f0 = tile.column * Int32(config.filters)
-        comptime if not config.turns():
+        comptime if not config.ping_pong():
             f0 += group * Int32(ROWS)
         var bias = SIMD[F32, 2](0)
         var of = Channels[2](0, 0)
@@ -444,7 +444,7 @@ def _consume[
         else:
             bias = tensors.row_biases(at, f0, problem.filters)
         var sums = Sums[COLUMNS, SUM[dtype]](fill=0)
-        comptime if config.turns():
+        comptime if config.ping_pong():
             order.wait()
         var taps = Taps(
             count=plan.taps,
@@ -455,7 +455,7 @@ def _consume[
         for k in range(problem.conv.steps()):
             if taps.begins():
                 x.wait()
-            comptime if not config.turns():
+            comptime if not config.ping_pong():
                 w.wait()
             wgmma_fence_aligned()
             sums = mma[right, COLUMNS, right=dtype](
@@ -470,21 +470,21 @@ def _consume[
             if k > 0 and leads:
                 if taps.begins():
                     x.release(x.previous())
-                comptime if not config.turns():
+                comptime if not config.ping_pong():
                     w.release(w.previous())
             w.advance()
             taps.advance()
             if taps.begins():
                 x.advance()
-        comptime if config.turns():
+        comptime if config.ping_pong():
             if number + schedule.turns().step < schedule.tiles:
                 order.arrive()
         wgmma_wait_group_sync[0]()
         if leads:
             x.release(x.previous())
-            comptime if not config.turns():
+            comptime if not config.ping_pong():
                 w.release(w.previous())
-        comptime if config.turns():
+        comptime if config.ping_pong():
             x.advance(UInt32(boxes))  # those of the other consumer's tile
 
         comptime if epilogue.joins:
@@ -530,7 +530,7 @@ def turned_tiles[config: TurnedConfig](g: Geometry, *, chunks: Int) -> Int:
     var plan = TurnedPlan[config](g, chunks=chunks)
     var fits = plan.box.all_taps() and Int(plan.box.height * plan.box.width) <= config.stored_rows()
     var staying = g.f <= ROWS and Int(plan.stages) == g.r * g.s * chunks
-    if not fits or plan.stages < 3 or (config.turns() and not staying):
+    if not fits or plan.stages < 3 or (config.ping_pong() and not staying):
         return 0
     return plan.box.tiles(g) * ceildiv(g.f, config.filters)
 
