@@ -136,7 +136,7 @@ struct PixelBox[rows: Int](KernelArgument, TrivialRegisterPassable):
         var width = g.q + s - 1
         var last = (g.r - 1) * width + s - 1 + Self.rows
         var near = max(g.stride_h, g.stride_w, g.dilation_h, g.dilation_w) == 1
-        if g.r * g.s > 1 and g.r <= COPIED and width <= Self.rows and near and last <= BOX_ROWS:
+        if g.r * g.s > 1 and g.r <= 128 and width <= Self.rows and near and last <= BOX_ROWS:
             var most = min(g.p, (Self.rows + s - 1) // width, COPIED - g.r + 1)
             var bands = ceildiv(g.p, most)
             var height = ceildiv(g.p, bands)

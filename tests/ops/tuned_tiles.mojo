@@ -1,7 +1,8 @@
 """That every tile that a product may get is compiled: for the products of ops/gemm/products.txt.
 
 At the batch sizes that are looked at, the choice is the one from all rows. Prints how many tiles a
-product of 16 bits has compiled, on average.
+product of 16 bits has compiled, on average. And that no tile asks the copy engine for more pixels than a
+copy brings.
 """
 
 from ops.device import Device
@@ -17,6 +18,7 @@ from ops.gemm.tuning import (
     reached,
 )
 from ops.geometry import Geometry
+from ops.hopper.pixel_box import COPIED, PixelBox
 from std.bit import pop_count
 
 comptime BESIDE = 192
@@ -70,12 +72,31 @@ def check(family: Family) raises -> Int:
     return pop_count(tiles)
 
 
+def check_box[rows: Int]() raises:
+    """Checks the boxes of tall windows whose results are one pixel wide.
+
+    Parameters:
+        rows: Of a tile of the product.
+
+    Raises:
+        If a copy brings less than a box has.
+    """
+    var g = Geometry(rows=rows, depth=64, columns=64)
+    for r in range(2, 129):
+        g.r, g.h = r, g.p + r - 1
+        var box = PixelBox[rows](g)
+        if box.all_taps() and Int(box.height) + r - 1 > COPIED:
+            raise Error(t"a copy of {Int(box.height) + r - 1} pixels, by a window of {r} rows")
+
+
 def main() raises:
     """Checks all products.
 
     Raises:
-        If a tile is missing.
+        If a tile is missing, or a box is too large.
     """
+    comptime for rows in [64, 128, 200, 232, 240]:
+        check_box[rows]()
     var text: String
     with open("ops/gemm/products.txt", "r") as file:
         text = file.read()
