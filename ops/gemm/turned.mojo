@@ -7,17 +7,18 @@
     y[N, P, Q, F]   result, and the residual
 
 Rows of the product are F filters, columns N * P * Q output pixels, K = C * R * S: windows of several
-taps, stride 1. wgmma has 64 rows and up to 256 columns, and reads a column of shared memory once for all 64 rows; so the
-many pixels are its columns. A tile is a band of an image, as in hopper/pixel_box.mojo: a box of whole
-rows of it, 128 bytes of channels, serves all taps of the window, or those of a column of it. The
-sums leave turned over, by stmatrix, for the copy engine, which drops the padding's pixels.
+taps, stride 1. wgmma has 64 rows and up to 256 columns, and reads a column of shared memory once for
+all 64 rows; so the many pixels are its columns. A tile is a band of an image, as in
+hopper/pixel_box.mojo: a box of whole rows of it, 128 bytes of channels, serves all taps of the window,
+or those of a column of it. The sums leave turned over, by stmatrix, for the copy engine, which drops
+the padding's pixels.
 
 Blocks go from tile to tile. Three warps, the producers, have the copy engine bring boxes, filters and
 residuals; two warpgroups, the consumers, have 64 filters each:
 
     of one tile, 128 filters, which stream through a ring of their own
-    or (ping-pong) of two tiles in turns, 64 filters, which stay in shared memory for the whole launch: one
-    consumer's products run while the other stores its results
+    or (ping-pong) of two tiles in turns, 64 filters, which stay in shared memory for the whole
+    launch: one consumer's products run while the other stores its results
 
 Bound by the tensor cores, which take half a clock a column; shared memory is read and written in
 four fifths of that, where tiles of pixels as rows need 1.2 to 1.7 times what the tensor cores do. On

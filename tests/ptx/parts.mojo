@@ -54,7 +54,7 @@ from ops.hopper.ptx import (
 )
 from ops.hopper.roles import Roles
 from ops.hopper.scheduler import Share, TileScheduler, Work
-from ops.hopper.shared import ROW, WARP, WARPGROUP, shared_memory
+from ops.hopper.shared import ROW, WARP, WARPGROUP, SharedAllocator, shared_memory
 from ops.hopper.store import BoxRing, Storing, StoringStage, store_boxes
 from ops.hopper.tma import TensorMaps, TileLoader, TileStore
 from ops.hopper.window import StepCounter, StepList, Steps, StepWriter, produce_pixels
@@ -320,15 +320,11 @@ def apart_kernel(
     doubled.
     """
     comptime WIDTH = Int32(ROW // size_of[BF16]())
-    var data = shared_memory["parts"]()
-    var barriers = data + UInt32(steps + stages) * BOX
-    var left = Pipeline(data, barriers, stages=steps, bytes=BOX)
-    var pipeline = Pipeline(
-        data + UInt32(steps) * BOX,
-        barriers + UInt32(steps) * Pipeline.BARRIERS,
-        stages=stages,
-        bytes=BOX,
-    )
+    var memory = SharedAllocator(shared_memory["parts"]())
+    var of_x = memory.take(UInt32(steps) * BOX)
+    var ring = memory.take(UInt32(stages) * BOX)
+    var left = Pipeline(of_x, memory, stages=steps, bytes=BOX)
+    var pipeline = Pipeline(ring, memory, stages=stages, bytes=BOX)
     var t = Int32(thread_idx.x)
     if t == 0:
         left.init(consumers=2)
@@ -580,15 +576,13 @@ def window_kernel[
     comptime PAIRS = COLUMNS // 4
     var conv = problem.conv
     var share = Share(begin, conv.steps())
-    var data = shared_memory["parts"]()
-    var x_data = data + UInt32(w_stages) * W_BYTES
-    var barriers = x_data + UInt32(x_stages) * UInt32(box.bytes)
-    var w = Pipeline(data, barriers, stages=w_stages, bytes=W_BYTES)
-    barriers += UInt32(w_stages) * Pipeline.BARRIERS
-    var x = Pipeline(x_data, barriers, stages=x_stages, bytes=UInt32(box.bytes))
-    barriers += UInt32(x_stages) * Pipeline.BARRIERS
-    var bias = barriers
-    var list = StepList(bias + 4 * COLUMNS, share)
+    var memory = SharedAllocator(shared_memory["parts"]())
+    var of_w = memory.take(UInt32(w_stages) * W_BYTES)
+    var of_x = memory.take(UInt32(x_stages) * UInt32(box.bytes))
+    var w = Pipeline(of_w, memory, stages=w_stages, bytes=W_BYTES)
+    var x = Pipeline(of_x, memory, stages=x_stages, bytes=UInt32(box.bytes))
+    var bias = memory.take(4 * COLUMNS)
+    var list = StepList(memory.end, share)
     var tile = problem.schedule.tile(problem.schedule.start().tile)
     var t = Int32(thread_idx.x)
     if t == 0:
@@ -822,9 +816,13 @@ def box_ring_kernel(maps: TensorMaps[1], boxes: Int32, tiles: Int32):
     stores_read()
 
 
+comptime Moving[groups: Int] = Roles[groups, moves_registers=True]
+"""Consumers to which a producer gives registers."""
+
+
 @__name(t"parts_moved_registers_{groups}")
 @__llvm_metadata(
-    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Roles[groups, moves_registers=True].THREADS)),
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](Int32(Moving[groups].THREADS)),
     `nvvm.minctasm`=SIMDLength(1),
 )
 def moved_registers_kernel[groups: Int](seen: Data[I32]):
@@ -832,7 +830,7 @@ def moved_registers_kernel[groups: Int](seen: Data[I32]):
 
     Each thread says its group then, and that of the producer which drives the copy engine -1.
     """
-    comptime Warps = Roles[groups, moves_registers=True]
+    comptime Warps = Moving[groups]
     var at = Fragment(Int32(thread_idx.x))
     if Warps.produces(at.t):
         Warps.give_registers()
@@ -1005,7 +1003,7 @@ def enqueue_parts(n: Int, ctx: DeviceContext) raises:
     )
     comptime for groups in range(1, 4):
         ctx.enqueue_function[moved_registers_kernel[groups]](
-            integers, grid_dim=n, block_dim=Roles[groups, moves_registers=True].THREADS
+            integers, grid_dim=n, block_dim=Moving[groups].THREADS
         )
     var norm = Norm(floats, n)
     ctx.enqueue_function[exits_kernel](
